@@ -1,0 +1,182 @@
+"""Rows on disk: Parquet parts that survive a kill, and CSV for other programs.
+
+A run writes `rows-<run_id>-<nnnn>.parquet`, each part whole or absent. `load` reads a part, a folder of parts or
+a CSV file, and refuses by name whatever is not that.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet as pq
+
+from .columns import COLUMNS, NoRowsError, RowsError
+from .files import write_atomically
+from .schema import ARROW_SCHEMA, check_run_id, from_arrow, make_row, validate
+
+_PART = re.compile(r"rows-(?P<run>.+)-(?P<number>\d{4,})\.parquet")
+_CATEGORIES = [column.name for column in COLUMNS if column.dtype == "category"]
+
+
+class RowWriter:
+    """Appends rows of one run to a folder, a part for each `flush_every` rows and one at the end.
+
+    Use it as a context manager: leaving it, also by an exception, writes what is buffered. A killed process
+    loses at most the rows since the last part. Opening the same run again goes on behind its last part; two
+    writers of one run_id in one folder at the same time are not supported.
+
+    Raises: ValueError for a run_id that cannot be part of a file name or a `flush_every` below 1.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], run_id: str, flush_every: int = 1000) -> None:
+        if flush_every < 1:
+            raise ValueError(f"flush_every must be at least 1, got {flush_every}")
+        self.directory = Path(directory)
+        self.run_id = check_run_id(run_id)
+        self.flush_every = flush_every
+        self.paths: list[Path] = []
+        self._rows: list[dict[str, Any]] = []
+        self._closed = False
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self._next = 1 + max((number for run, number, _ in _parts(self.directory) if run == run_id), default=-1)
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Add a row of `make_row`; ValueError where it is none, is of another run, or the writer is closed."""
+        if self._closed:
+            raise ValueError(f"the writer of run {self.run_id!r} is closed")
+        checked = make_row(**row)
+        if checked["run_id"] != self.run_id:
+            raise ValueError(f"run_id must be {self.run_id!r} in this writer, got {checked['run_id']!r}")
+        self._rows.append(checked)
+        if len(self._rows) >= self.flush_every:
+            self.flush()
+
+    def extend(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Append each row."""
+        for row in rows:
+            self.append(row)
+
+    def flush(self) -> None:
+        """Write the buffered rows as the next part; nothing where there are none."""
+        if not self._rows:
+            return
+        table = pa.Table.from_pylist(self._rows, schema=ARROW_SCHEMA)
+        path = self.directory / f"rows-{self.run_id}-{self._next:04d}.parquet"
+        write_atomically(path, lambda temporary: pq.write_table(table, temporary))
+        self.paths.append(path)
+        self._next += 1
+        self._rows = []
+
+    def close(self) -> None:
+        """Write what is left. Closing twice is allowed."""
+        self.flush()
+        self._closed = True
+
+    def __enter__(self) -> RowWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def load(path: str | os.PathLike[str]) -> pd.DataFrame:
+    """The rows of a Parquet part, of a folder of parts, or of a CSV file, as one validated frame.
+
+    Columns that hold few different texts are categorical, other text is `string`, numbers are int64 and float64.
+
+    Raises: NoRowsError where the folder or file holds no row; RowsError (a ValueError) that names the file where
+    it is absent, truncated, or not of this schema.
+    """
+    source = Path(path)
+    if source.is_dir():
+        df = _load_folder(source)
+    elif not source.exists():
+        raise RowsError(f"{source}: no such file or folder")
+    elif source.suffix in (".parquet", ".csv"):
+        df = _checked(source, from_arrow(_read_parquet(source) if source.suffix == ".parquet" else _read_csv(source)))
+    else:
+        raise RowsError(f"{source}: rows are read from a folder, a .parquet or a .csv file, not from {source.name!r}")
+    if df.empty:
+        raise NoRowsError(f"{source}: holds no rows")
+    return df
+
+
+def write_csv(df: pd.DataFrame, path: str | os.PathLike[str]) -> Path:
+    """Write rows as CSV with every bit of every float; `load` reads them back equal. NaN is written as 'nan'."""
+    table = pa.Table.from_pandas(validate(df)[list(ARROW_SCHEMA.names)], preserve_index=False)
+    table = pa.table([_plain(table.column(f.name), f) for f in ARROW_SCHEMA], schema=ARROW_SCHEMA)
+    return write_atomically(path, lambda temporary: pyarrow.csv.write_csv(table, temporary))
+
+
+def _plain(values: pa.ChunkedArray, field: pa.Field) -> pa.ChunkedArray:
+    # pandas turns NaN into null on the way to Arrow; the schema has no null.
+    filled = values.fill_null(float("nan")) if pa.types.is_floating(field.type) else values
+    return filled.cast(field.type)
+
+
+def _load_folder(folder: Path) -> pd.DataFrame:
+    parts = _parts(folder)
+    if not parts:
+        raise NoRowsError(f"{folder}: holds no rows-<run_id>-<nnnn>.parquet, so nothing was recorded")
+    return _checked(folder, from_arrow(pa.concat_tables([_read_part(path) for _, _, path in parts])))
+
+
+def _parts(folder: Path) -> list[tuple[str, int, Path]]:
+    """(run_id, number, path) of each part in order. A Parquet file of another name is refused, since a part
+    that was renamed would otherwise drop its rows without a word."""
+    parts = []
+    for path in folder.glob("*.parquet"):
+        match = _PART.fullmatch(path.name)
+        if match is None:
+            raise RowsError(f"{path}: foreign file; parts are named rows-<run_id>-<nnnn>.parquet")
+        parts.append((match["run"], int(match["number"]), path))
+    return sorted(parts)
+
+
+def _read_part(path: Path) -> pa.Table:
+    table = _read_parquet(path)
+    # One part of another shape must be named itself; joined tables would only show that some part is.
+    expected = {field.name: field.type for field in ARROW_SCHEMA}
+    for name in _CATEGORIES:
+        expected[name] = pa.dictionary(pa.int32(), pa.string())
+    if {field.name: field.type for field in table.schema} != expected:
+        _checked(path, from_arrow(table))
+        raise RowsError(f"{path}: its column types are not those of a row file")
+    return table
+
+
+def _read_parquet(path: Path) -> pa.Table:
+    try:
+        # Parts are small: Arrow's own threads cost more than they give (measured on 1000 parts of 1000 rows).
+        with pq.ParquetFile(path, read_dictionary=_CATEGORIES) as file:
+            return file.read(use_threads=False)
+    except (pa.ArrowException, OSError) as error:
+        raise RowsError(f"{path}: truncated or not a Parquet file: {error}") from error
+
+
+def _read_csv(path: Path) -> pa.Table:
+    kinds = {name: pa.dictionary(pa.int32(), pa.string()) for name in _CATEGORIES}
+    types = {field.name: kinds.get(field.name, field.type) for field in ARROW_SCHEMA}
+    options = pyarrow.csv.ConvertOptions(column_types=types, null_values=[""], strings_can_be_null=False)
+    try:
+        parse = pyarrow.csv.ParseOptions(newlines_in_values=True)
+        return pyarrow.csv.read_csv(path, parse_options=parse, convert_options=options)
+    except (pa.ArrowException, OSError) as error:
+        raise RowsError(f"{path}: not a CSV file of rows: {error}") from error
+
+
+def _checked(source: Path, df: pd.DataFrame) -> pd.DataFrame:
+    try:
+        return validate(df)
+    except RowsError as error:
+        raise RowsError(f"{source}: {error}") from error
