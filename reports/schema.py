@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import operator
+import re
 from collections.abc import Callable, Iterable
 from datetime import datetime, timedelta
 from typing import Any
@@ -103,8 +104,7 @@ def _check_values(row: dict[str, Any]) -> None:
 
 def check_run_id(run_id: str) -> str:
     """`run_id` itself, or ValueError where it could not be part of a file name."""
-    allowed = isinstance(run_id, str) and run_id and all(c.isascii() and (c.isalnum() or c in "._-") for c in run_id)
-    if not allowed or run_id.startswith("."):
+    if not isinstance(run_id, str) or not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]*", run_id):
         raise ValueError(f"run_id must be ASCII letters, digits, '_', '-', '.' (not first), got {run_id!r}")
     return run_id
 
@@ -115,7 +115,7 @@ def _check_time(text: str) -> None:
     except ValueError:
         offset = None
     if offset != timedelta(0):
-        raise ValueError(f"time_utc must be an ISO 8601 time in UTC such as 2026-01-31T12:00:00Z, got {text!r}")
+        raise ValueError(f"time_utc must be ISO 8601 in UTC, e.g. 2026-01-31T12:00:00Z, got {text!r}")
 
 
 def _check_json(name: str, text: str) -> None:
@@ -176,17 +176,18 @@ def validate(df: pd.DataFrame) -> pd.DataFrame:
         _check_dtype(column, df[column.name])
     versions = sorted(set(df["schema_version"].unique()) - {SCHEMA_VERSION})
     if versions:
-        raise RowsError(f"schema_version must be {SCHEMA_VERSION}, the rows have {', '.join(map(str, versions))}")
+        raise RowsError(f"schema_version must be {SCHEMA_VERSION}, found {', '.join(map(str, versions))}")
     for name, words in WORDS.items():
         foreign = sorted(set(df[name].unique()) - set(words))
         if foreign:
-            raise RowsError(f"column {name} must hold {', '.join(map(repr, words))}; it also has {foreign[0]!r}")
+            raise RowsError(f"column {name} must hold {', '.join(map(repr, words))}; found {foreign[0]!r}")
     for column in COLUMNS:
         if column.dtype == "int64" and (df[column.name] < 0).any():
             raise RowsError(f"column {column.name} has a negative number: {df[column.name].min()}")
     if (df["mismatched"] > df["compared"]).any():
         row = df[df["mismatched"] > df["compared"]].iloc[0]
-        raise RowsError(f"case {row['case_id']}: mismatched {row['mismatched']} exceeds compared {row['compared']}")
+        counts = f"mismatched {row['mismatched']} exceeds compared {row['compared']}"
+        raise RowsError(f"case {row['case_id']}: {counts}")
     return df
 
 

@@ -1,7 +1,7 @@
 """Rows on disk: Parquet parts that survive a kill, and CSV for other programs.
 
-A run writes `rows-<run_id>-<nnnn>.parquet`, each part whole or absent. `load` reads a part, a folder of parts or
-a CSV file, and refuses by name whatever is not that.
+A run writes `rows-<run_id>-<nnnn>.parquet`, each part whole or absent. `load` reads a part, a folder of parts
+or a CSV file, and refuses by name whatever is not that.
 """
 
 from __future__ import annotations
@@ -46,10 +46,11 @@ class RowWriter:
         self._rows: list[dict[str, Any]] = []
         self._closed = False
         self.directory.mkdir(parents=True, exist_ok=True)
-        self._next = 1 + max((number for run, number, _ in _parts(self.directory) if run == run_id), default=-1)
+        taken = [number for run, number, _ in _parts(self.directory) if run == run_id]
+        self._next = max(taken, default=-1) + 1
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Add a row of `make_row`; ValueError where it is none, is of another run, or the writer is closed."""
+        """Add a row of `make_row`; ValueError where it is none or of another run, or after `close`."""
         if self._closed:
             raise ValueError(f"the writer of run {self.run_id!r} is closed")
         checked = make_row(**row)
@@ -92,27 +93,29 @@ class RowWriter:
 def load(path: str | os.PathLike[str]) -> pd.DataFrame:
     """The rows of a Parquet part, of a folder of parts, or of a CSV file, as one validated frame.
 
-    Columns that hold few different texts are categorical, other text is `string`, numbers are int64 and float64.
+    Columns of few different texts are categorical, other text is `string`, numbers are int64 and float64.
 
-    Raises: NoRowsError where the folder or file holds no row; RowsError (a ValueError) that names the file where
-    it is absent, truncated, or not of this schema.
+    Raises: NoRowsError where the folder or file holds no row; RowsError (a ValueError) that names the file
+    where it is absent, truncated, or not of this schema.
     """
     source = Path(path)
     if source.is_dir():
         df = _load_folder(source)
     elif not source.exists():
         raise RowsError(f"{source}: no such file or folder")
-    elif source.suffix in (".parquet", ".csv"):
-        df = _checked(source, from_arrow(_read_parquet(source) if source.suffix == ".parquet" else _read_csv(source)))
+    elif source.suffix == ".parquet":
+        df = _checked(source, from_arrow(_read_parquet(source)))
+    elif source.suffix == ".csv":
+        df = _checked(source, from_arrow(_read_csv(source)))
     else:
-        raise RowsError(f"{source}: rows are read from a folder, a .parquet or a .csv file, not from {source.name!r}")
+        raise RowsError(f"{source}: foreign file; rows are in a folder of parts, a .parquet or a .csv file")
     if df.empty:
         raise NoRowsError(f"{source}: holds no rows")
     return df
 
 
 def write_csv(df: pd.DataFrame, path: str | os.PathLike[str]) -> Path:
-    """Write rows as CSV with every bit of every float; `load` reads them back equal. NaN is written as 'nan'."""
+    """Write rows as CSV with every bit of every float, NaN as 'nan'; `load` reads them back equal."""
     table = pa.Table.from_pandas(validate(df)[list(ARROW_SCHEMA.names)], preserve_index=False)
     table = pa.table([_plain(table.column(f.name), f) for f in ARROW_SCHEMA], schema=ARROW_SCHEMA)
     return write_atomically(path, lambda temporary: pyarrow.csv.write_csv(table, temporary))
