@@ -31,18 +31,43 @@ class MMA:
 
 
 WGMMA_E4M3 = MMA(
-    "wgmma.m64nNk32.f32.e4m3.e4m3", 32, 13, 13, -133, False, "measured",
+    "wgmma.m64nNk32.f32.e4m3.e4m3",
+    32,
+    13,
+    13,
+    -133,
+    False,
+    "measured",
     "MMA-Sim (arXiv 2511.10909); H100/H200 vectors of MATLAB-tensor-core",
 )
 TCGEN05_F8F6F4 = MMA(
-    "tcgen05.mma.kind::f8f6f4", 32, 25, 23, -133, False, "published", "MMA-Sim; MATLAB-tensor-core B200TC.m",
+    "tcgen05.mma.kind::f8f6f4",
+    32,
+    25,
+    23,
+    -133,
+    False,
+    "published",
+    "MMA-Sim; MATLAB-tensor-core B200TC.m",
 )
 TCGEN05_MXF8F6F4 = MMA(
-    "tcgen05.mma.kind::mxf8f6f4.block_scale", 32, 25, 23, -133, True, "published",
+    "tcgen05.mma.kind::mxf8f6f4.block_scale",
+    32,
+    25,
+    23,
+    -133,
+    True,
+    "published",
     "MMA-Sim; MATLAB-tensor-core B200TC.m",
 )
 MMA_SYNC_MXF8F6F4 = MMA(
-    "mma.sync.m16n8k32.kind::mxf8f6f4.block_scale", 32, 25, 23, -133, True, "published",
+    "mma.sync.m16n8k32.kind::mxf8f6f4.block_scale",
+    32,
+    25,
+    23,
+    -133,
+    True,
+    "published",
     "MMA-Sim on RTX PRO 6000; qqq-tao/Blackwell-TensorCore-Numerical-Model on RTX 5090",
 )
 
@@ -80,18 +105,43 @@ class Arch:
 
 
 SM90 = Arch(
-    "sm90", (9, 0), WGMMA_E4M3, 128, "fp32", False, "measured",
+    "sm90",
+    (9, 0),
+    WGMMA_E4M3,
+    128,
+    "fp32",
+    False,
+    "measured",
     "DeepGEMM 54e2261 impls/sm90_fp8_gemm_1d2d.cuh",
 )
 SM100 = Arch(
-    "sm100", (10, 0), TCGEN05_MXF8F6F4, None, "ue8m0_packed", True, "published",
+    "sm100",
+    (10, 0),
+    TCGEN05_MXF8F6F4,
+    None,
+    "ue8m0_packed",
+    True,
+    "published",
     "DeepGEMM 54e2261 impls/sm100_fp8_fp4_gemm_1d1d.cuh",
 )
 SM103 = Arch(
-    "sm103", (10, 3), TCGEN05_MXF8F6F4, None, "ue8m0_packed", True, "assumed", "taken to equal SM100",
+    "sm103",
+    (10, 3),
+    TCGEN05_MXF8F6F4,
+    None,
+    "ue8m0_packed",
+    True,
+    "assumed",
+    "taken to equal SM100",
 )
 SM120 = Arch(
-    "sm120", (12, 0), MMA_SYNC_MXF8F6F4, None, "ue8m0_packed", False, "assumed",
+    "sm120",
+    (12, 0),
+    MMA_SYNC_MXF8F6F4,
+    None,
+    "ue8m0_packed",
+    False,
+    "assumed",
     "instruction published; the chain is taken to equal SM100's",
 )
 
@@ -115,4 +165,4 @@ def arch_of_capability(major: int, minor: int) -> Arch | None:
     """The row that describes a CUDA device of this compute capability, or ``None``."""
     exact = [arch for arch in ARCHS.values() if arch.capability == (major, minor)]
     family = [arch for arch in ARCHS.values() if arch.capability[0] == major]
-    return (exact or family or [None])[0]
+    return next(iter(exact + family), None)

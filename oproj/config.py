@@ -88,7 +88,11 @@ class OProjConfig:
                     f"possible sizes: {', '.join(map(str, self.tp_sizes()))}"
                 )
         return replace(
-            self, n_heads=self.n_heads // tp_size, n_groups=self.n_groups // tp_size, tp_size=tp_size, tp_rank=rank
+            self,
+            n_heads=self.n_heads // tp_size,
+            n_groups=self.n_groups // tp_size,
+            tp_size=tp_size,
+            tp_rank=rank,
         )
 
     def tp_sizes(self) -> list[int]:

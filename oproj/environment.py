@@ -21,8 +21,17 @@ from oproj.engines.discovery import Finding, cuda_compiler, discover
 from oproj.evidence import measured_stages
 
 PACKAGES = (
-    "oproj", "numpy", "numba", "pandas", "pyarrow", "hypothesis", "apache-tvm-ffi", "triton",
-    "flashinfer-python", "vllm", "sglang",
+    "oproj",
+    "numpy",
+    "numba",
+    "pandas",
+    "pyarrow",
+    "hypothesis",
+    "apache-tvm-ffi",
+    "triton",
+    "flashinfer-python",
+    "vllm",
+    "sglang",
 )
 STAGES = ("quantize", "wo_a", "wo_b")
 
@@ -81,13 +90,15 @@ def gpus() -> list[dict[str, Any]]:
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         properties = torch.cuda.get_device_properties(index)
         arch = arch_of_capability(properties.major, properties.minor)
-        rows.append({
-            "index": index,
-            "name": properties.name,
-            "capability": f"{properties.major}.{properties.minor}",
-            "arch": arch.name if arch else None,
-            "memory_gib": round(properties.total_memory / 2**30),
-        })
+        rows.append(
+            {
+                "index": index,
+                "name": properties.name,
+                "capability": f"{properties.major}.{properties.minor}",
+                "arch": arch.name if arch else None,
+                "memory_gib": round(properties.total_memory / 2**30),
+            }
+        )
     return rows
 
 

@@ -6,21 +6,21 @@ The records live in ``oproj/data/evidence.json``; ``oproj record`` prints a new 
 from __future__ import annotations
 
 import json
-from functools import lru_cache
+from functools import cache
 from importlib import resources
 from typing import Any, Literal
 
 Evidence = Literal["measured", "published", "assumed"]
 
 
-@lru_cache(maxsize=1)
+@cache
 def records() -> tuple[dict[str, Any], ...]:
     """All recorded hardware comparisons: arch, stage, compared, mismatched, device, versions, date, command."""
     text = resources.files("oproj").joinpath("data/evidence.json").read_text(encoding="utf-8")
     return tuple(json.loads(text)["records"])
 
 
-@lru_cache(maxsize=None)
+@cache
 def measured_stages(arch: str) -> frozenset[str]:
     """Stages of ``arch`` whose recorded comparisons hold no differing bit (one bad record withdraws the stage)."""
     mine = [record for record in records() if record["arch"] == arch]

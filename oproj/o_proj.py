@@ -37,9 +37,20 @@ def compute_fp8_einsum_recipe(block_size: int = 128, *, arch: Arch | str | None 
 
 
 def deep_gemm_fp8_o_proj(
-    o: torch.Tensor | QuantizedActivation, positions: torch.Tensor, cos_sin_cache: torch.Tensor, wo_a: Any,
-    wo_b: Callable[[torch.Tensor], Any], *, n_groups: int, heads_per_group: int, nope_dim: int, rope_dim: int,
-    o_lora_rank: int, einsum_recipe: Recipe, tma_aligned_scales: bool, engine: Engine | None = None,
+    o: torch.Tensor | QuantizedActivation,
+    positions: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    wo_a: Any,
+    wo_b: Callable[[torch.Tensor], Any],
+    *,
+    n_groups: int,
+    heads_per_group: int,
+    nope_dim: int,
+    rope_dim: int,
+    o_lora_rank: int,
+    einsum_recipe: Recipe,
+    tma_aligned_scales: bool,
+    engine: Engine | None = None,
 ) -> Any:
     """Inverse RoPE, quantisation, grouped ``wo_a``, then whatever ``wo_b`` returns for z ``[T, n_groups*o_lora_rank]``.
 
@@ -49,18 +60,37 @@ def deep_gemm_fp8_o_proj(
     of as many elements). wo_b: any callable; it may return fewer rows than T. Raises ``TypeError``/``ValueError`` that
     names the bad argument.
     """
-    arguments = dict(n_groups=n_groups, heads_per_group=heads_per_group, nope_dim=nope_dim, rope_dim=rope_dim)
     z = grouped_wo_a(
-        o, positions, cos_sin_cache, wo_a, o_lora_rank=o_lora_rank, einsum_recipe=einsum_recipe,
-        tma_aligned_scales=tma_aligned_scales, engine=engine, **arguments,
+        o,
+        positions,
+        cos_sin_cache,
+        wo_a,
+        n_groups=n_groups,
+        heads_per_group=heads_per_group,
+        nope_dim=nope_dim,
+        rope_dim=rope_dim,
+        o_lora_rank=o_lora_rank,
+        einsum_recipe=einsum_recipe,
+        tma_aligned_scales=tma_aligned_scales,
+        engine=engine,
     )
     return wo_b(z.flatten(1))
 
 
 def grouped_wo_a(
-    o: torch.Tensor | QuantizedActivation, positions: torch.Tensor, cos_sin_cache: torch.Tensor, wo_a: Any, *,
-    n_groups: int, heads_per_group: int, nope_dim: int, rope_dim: int, o_lora_rank: int, einsum_recipe: Recipe,
-    tma_aligned_scales: bool, engine: Engine | None = None,
+    o: torch.Tensor | QuantizedActivation,
+    positions: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    wo_a: Any,
+    *,
+    n_groups: int,
+    heads_per_group: int,
+    nope_dim: int,
+    rope_dim: int,
+    o_lora_rank: int,
+    einsum_recipe: Recipe,
+    tma_aligned_scales: bool,
+    engine: Engine | None = None,
 ) -> torch.Tensor:
     """z BF16 ``[T, n_groups, o_lora_rank]``, contiguous; arguments as in ``deep_gemm_fp8_o_proj``."""
     fp8 = wo_a.weight.dtype == torch.float8_e4m3fn
@@ -73,8 +103,17 @@ def grouped_wo_a(
         data, scale = x.data, x.scale
     else:
         data, scale = fused_inv_rope_fp8_quant(
-            o, positions, cos_sin_cache, n_groups, heads_per_group, nope_dim, rope_dim, einsum_recipe[2],
-            tma_aligned_scales, fp8, engine=chosen,
+            o,
+            positions,
+            cos_sin_cache,
+            n_groups,
+            heads_per_group,
+            nope_dim,
+            rope_dim,
+            einsum_recipe[2],
+            tma_aligned_scales,
+            fp8,
+            engine=chosen,
         )
     z = torch.empty((data.shape[0], n_groups, o_lora_rank), dtype=torch.bfloat16, device=data.device)
     if fp8:

@@ -21,20 +21,31 @@ def engine_for(tensor: torch.Tensor, packed: bool) -> Engine:
         capability = torch.cuda.get_device_capability(tensor.device)
         arch = arch_of_capability(*capability)
         if arch is None:
-            raise EngineUnavailable(f"{tensor.device} has compute capability {capability}; no architecture row covers it")
+            raise EngineUnavailable(
+                f"{tensor.device} has compute capability {capability}; no architecture row covers it"
+            )
         return get_engine("deep_gemm", arch)
     return get_engine("software", "sm100" if packed else "sm90")
 
 
 def fused_inv_rope_fp8_quant(
-    o: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.Tensor, n_groups: int, heads_per_group: int,
-    nope_dim: int = 448, rope_dim: int = 64, quant_group_size: int = 128, tma_aligned_scales: bool = False,
-    quantize: bool = True, *, engine: Engine | None = None,
+    o: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    n_groups: int,
+    heads_per_group: int,
+    nope_dim: int = 448,
+    rope_dim: int = 64,
+    quant_group_size: int = 128,
+    tma_aligned_scales: bool = False,
+    quantize: bool = True,
+    *,
+    engine: Engine | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Inverse RoPE on the last ``rope_dim`` dims of every head, then block quantisation.
 
     o: BF16 ``[T, n_groups*heads_per_group, head_dim]``, unit last stride, other strides free (a slice of a padded
-    buffer is the normal case). positions: int64 ``[T]``. cos_sin_cache: FP32 ``[max_position, rope_dim]``, 
+    buffer is the normal case). positions: int64 ``[T]``. cos_sin_cache: FP32 ``[max_position, rope_dim]``,
     cosines then sines. Returns values ``[T, G, K]`` (strides ``(K, T*K, 1)``; e4m3, or BF16 for ``quantize=False``)
     and scales: FP32 powers of two ``[T, G, K/block]`` or, for ``tma_aligned_scales``, packed UE8M0 int32
     ``[T, G, K/(4*block)]``, strides ``(1, columns*Ta, Ta)`` with ``Ta = 4*ceil(T/4)`` and zeroed rows ``T..Ta-1``;
@@ -45,6 +56,14 @@ def fused_inv_rope_fp8_quant(
     """
     chosen = engine or engine_for(o, tma_aligned_scales)
     return chosen.inv_rope_fp8_quant(
-        o, positions, cos_sin_cache, n_groups=n_groups, heads_per_group=heads_per_group, nope_dim=nope_dim,
-        rope_dim=rope_dim, quant_group_size=quant_group_size, tma_aligned_scales=tma_aligned_scales, quantize=quantize,
+        o,
+        positions,
+        cos_sin_cache,
+        n_groups=n_groups,
+        heads_per_group=heads_per_group,
+        nope_dim=nope_dim,
+        rope_dim=rope_dim,
+        quant_group_size=quant_group_size,
+        tma_aligned_scales=tma_aligned_scales,
+        quantize=quantize,
     )

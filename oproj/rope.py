@@ -27,9 +27,7 @@ class Rope:
     beta_slow: float = 1.0
 
 
-ROPES: dict[str, Rope] = {
-    rope.kind: rope for rope in (Rope("plain", 10_000.0), Rope("yarn", 160_000.0, 16.0, 65_536))
-}
+ROPES: dict[str, Rope] = {rope.kind: rope for rope in (Rope("plain", 10_000.0), Rope("yarn", 160_000.0, 16.0, 65_536))}
 
 
 def get_rope(kind: Rope | str) -> Rope:

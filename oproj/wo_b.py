@@ -30,7 +30,12 @@ def quantize_z(z: torch.Tensor, arch: Arch | str, *, group_size: int = 128) -> Q
 
 
 def fp8_wo_b(
-    z: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, *, engine: Engine, group_size: int = 128,
+    z: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    *,
+    engine: Engine,
+    group_size: int = 128,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """This rank's y ``[M, hidden]`` BF16 from z ``[M, K]`` BF16 and e4m3 weight ``[hidden, K]`` with its scales.

@@ -28,20 +28,40 @@ class Engine(Protocol):
     device: torch.device
 
     def fp8_einsum(
-        self, expr: str, a: Operand, b: Operand, d: torch.Tensor, c: torch.Tensor | None = None, *,
+        self,
+        expr: str,
+        a: Operand,
+        b: Operand,
+        d: torch.Tensor,
+        c: torch.Tensor | None = None,
+        *,
         recipe: Recipe = (1, 128, 128),
     ) -> None:
         """Grouped FP8 product into ``d``; ``"bhr,hdr->bhd"``: b tokens, h groups, r K, d output columns."""
 
     def fp8_gemm_nt(
-        self, a: Operand, b: Operand, d: torch.Tensor, c: torch.Tensor | None = None, *,
+        self,
+        a: Operand,
+        b: Operand,
+        d: torch.Tensor,
+        c: torch.Tensor | None = None,
+        *,
         recipe: Recipe | None = None,
     ) -> None:
         """``d[M, N] = a[M, K] @ b[N, K].T`` in FP8."""
 
     def inv_rope_fp8_quant(
-        self, o: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.Tensor, *, n_groups: int,
-        heads_per_group: int, nope_dim: int, rope_dim: int, quant_group_size: int, tma_aligned_scales: bool,
+        self,
+        o: torch.Tensor,
+        positions: torch.Tensor,
+        cos_sin_cache: torch.Tensor,
+        *,
+        n_groups: int,
+        heads_per_group: int,
+        nope_dim: int,
+        rope_dim: int,
+        quant_group_size: int,
+        tma_aligned_scales: bool,
         quantize: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Inverse RoPE and block quantisation: ``(values [T, G, K], scales)``."""

@@ -51,7 +51,12 @@ class _Side:
 
 
 def check_fp8_einsum(
-    arch: Arch | str, expr: str, a: Any, b: Any, d: torch.Tensor, c: torch.Tensor | None,
+    arch: Arch | str,
+    expr: str,
+    a: Any,
+    b: Any,
+    d: torch.Tensor,
+    c: torch.Tensor | None,
     recipe: tuple[int, int, int],
 ) -> tuple[int, int, int]:
     """Check the arguments of ``fp8_einsum`` for ``arch`` and return the recipe as a tuple of ints.
@@ -85,7 +90,11 @@ def check_fp8_einsum(
 
 
 def check_fp8_gemm_nt(
-    arch: Arch | str, a: Any, b: Any, d: torch.Tensor, c: torch.Tensor | None,
+    arch: Arch | str,
+    a: Any,
+    b: Any,
+    d: torch.Tensor,
+    c: torch.Tensor | None,
     recipe: tuple[int, int, int] | None,
 ) -> tuple[int, int, int]:
     """Check the arguments of ``fp8_gemm_nt`` for ``arch`` and return the recipe that applies.
@@ -173,9 +182,7 @@ def _check_tma(label: str, tensor: torch.Tensor) -> None:
             f"{TMA_BYTES // size} elements ({TMA_BYTES} bytes)"
         )
     if tensor.data_ptr() % TMA_BYTES:
-        raise ValueError(
-            f"{label} starts at address {tensor.data_ptr():#x}; it must be aligned to {TMA_BYTES} bytes"
-        )
+        raise ValueError(f"{label} starts at address {tensor.data_ptr():#x}; it must be aligned to {TMA_BYTES} bytes")
 
 
 def _agree(axis: str, sizes: dict[str, int]) -> None:
@@ -223,9 +230,7 @@ def _check_scale_dtype(
 ) -> None:
     if scale.dtype != dtype:
         kind = "packed UE8M0" if dtype == torch.int32 else "FP32"
-        raise TypeError(
-            f"{label} has dtype {scale.dtype}; recipe {recipe} on {row.name} takes {kind} scales ({dtype})"
-        )
+        raise TypeError(f"{label} has dtype {scale.dtype}; recipe {recipe} on {row.name} takes {kind} scales ({dtype})")
 
 
 def _check_scale_shape(

@@ -54,7 +54,13 @@ class DeepGemmEngine:
         return importlib.import_module(finding.module)
 
     def fp8_einsum(
-        self, expr: str, a: Operand, b: Operand, d: torch.Tensor, c: torch.Tensor | None = None, *,
+        self,
+        expr: str,
+        a: Operand,
+        b: Operand,
+        d: torch.Tensor,
+        c: torch.Tensor | None = None,
+        *,
         recipe: Recipe = (1, 128, 128),
     ) -> None:
         """``d[b, h, d] = sum_r a[b, h, r] * b[h, d, r]`` on the GPU; operands and errors as in ``checks``.
@@ -69,7 +75,12 @@ class DeepGemmEngine:
             self.module.fp8_einsum(expr, tuple(a), tuple(b), d, recipe=recipe)
 
     def fp8_gemm_nt(
-        self, a: Operand, b: Operand, d: torch.Tensor, c: torch.Tensor | None = None, *,
+        self,
+        a: Operand,
+        b: Operand,
+        d: torch.Tensor,
+        c: torch.Tensor | None = None,
+        *,
         recipe: Recipe | None = None,
     ) -> None:
         """``d[M, N] = a[M, K] @ b[N, K].T`` on the GPU; ``recipe=None``: DeepGEMM's default for the scales."""
@@ -81,8 +92,17 @@ class DeepGemmEngine:
             self.module.fp8_gemm_nt(tuple(a), tuple(b), d, recipe=recipe)
 
     def inv_rope_fp8_quant(
-        self, o: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.Tensor, *, n_groups: int,
-        heads_per_group: int, nope_dim: int, rope_dim: int, quant_group_size: int, tma_aligned_scales: bool,
+        self,
+        o: torch.Tensor,
+        positions: torch.Tensor,
+        cos_sin_cache: torch.Tensor,
+        *,
+        n_groups: int,
+        heads_per_group: int,
+        nope_dim: int,
+        rope_dim: int,
+        quant_group_size: int,
+        tma_aligned_scales: bool,
         quantize: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Values and scales on this engine's device, computed by the software model on the CPU.
@@ -92,9 +112,16 @@ class DeepGemmEngine:
         from oproj.engines.software import SoftwareEngine
 
         values, scales = SoftwareEngine(self.arch).inv_rope_fp8_quant(
-            o.cpu(), positions.cpu(), cos_sin_cache.cpu(), n_groups=n_groups,
-            heads_per_group=heads_per_group, nope_dim=nope_dim, rope_dim=rope_dim,
-            quant_group_size=quant_group_size, tma_aligned_scales=tma_aligned_scales, quantize=quantize,
+            o.cpu(),
+            positions.cpu(),
+            cos_sin_cache.cpu(),
+            n_groups=n_groups,
+            heads_per_group=heads_per_group,
+            nope_dim=nope_dim,
+            rope_dim=rope_dim,
+            quant_group_size=quant_group_size,
+            tma_aligned_scales=tma_aligned_scales,
+            quantize=quantize,
         )
         tokens, groups, k = values.shape
         values = empty_values(tokens, groups, k, values.dtype, self.device).copy_(values)

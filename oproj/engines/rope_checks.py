@@ -12,8 +12,16 @@ BLOCKS = (32, 64, 128)
 
 
 def check_inv_rope(
-    o: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.Tensor, n_groups: int, heads_per_group: int,
-    nope_dim: int, rope_dim: int, quant_group_size: int, tma_aligned_scales: bool, quantize: bool,
+    o: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    n_groups: int,
+    heads_per_group: int,
+    nope_dim: int,
+    rope_dim: int,
+    quant_group_size: int,
+    tma_aligned_scales: bool,
+    quantize: bool,
 ) -> None:
     """Raise ``TypeError`` (dtypes) or ``ValueError`` (values, shapes, strides) that names the bad argument."""
     for name, tensor, dtype, axes in (
@@ -29,7 +37,11 @@ def check_inv_rope(
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}; expected {axes}")
         if tensor.device != o.device:
             raise ValueError(f"{name} is on {tensor.device} but o is on {o.device}")
-    for name, number in (("n_groups", n_groups), ("heads_per_group", heads_per_group), ("rope_dim", rope_dim)):
+    for name, number in (
+        ("n_groups", n_groups),
+        ("heads_per_group", heads_per_group),
+        ("rope_dim", rope_dim),
+    ):
         if number < 1:
             raise ValueError(f"{name}={number} must be at least 1")
     if nope_dim < 0 or nope_dim % 2 or rope_dim % 2:
@@ -70,6 +82,4 @@ def _check_table(positions: torch.Tensor, cos_sin_cache: torch.Tensor, tokens: i
     if positions.device.type == "cpu" and tokens:  # on a GPU this look would stall the stream
         low, high = int(positions.min()), int(positions.max())
         if low < 0 or high >= cos_sin_cache.shape[0]:
-            raise ValueError(
-                f"positions lie in {low}..{high}; cos_sin_cache has rows 0..{cos_sin_cache.shape[0] - 1}"
-            )
+            raise ValueError(f"positions lie in {low}..{high}; cos_sin_cache has rows 0..{cos_sin_cache.shape[0] - 1}")

@@ -31,7 +31,13 @@ class SoftwareEngine:
         self.arch = get_arch(arch)
 
     def fp8_einsum(
-        self, expr: str, a: Operand, b: Operand, d: torch.Tensor, c: torch.Tensor | None = None, *,
+        self,
+        expr: str,
+        a: Operand,
+        b: Operand,
+        d: torch.Tensor,
+        c: torch.Tensor | None = None,
+        *,
         recipe: Recipe = (1, 128, 128),
     ) -> None:
         """``d[t, h] = a[t, h] . b[h].T`` for ``"bhr,hdr->bhd"``: a ``[T, G, K]``, b ``[G, R, K]``, d ``[T, G, R]``.
@@ -44,7 +50,12 @@ class SoftwareEngine:
             self._product((a[0][:, group], a[1][:, group]), (b[0][group], b[1][group]), d[:, group], recipe)
 
     def fp8_gemm_nt(
-        self, a: Operand, b: Operand, d: torch.Tensor, c: torch.Tensor | None = None, *,
+        self,
+        a: Operand,
+        b: Operand,
+        d: torch.Tensor,
+        c: torch.Tensor | None = None,
+        *,
         recipe: Recipe | None = None,
     ) -> None:
         """``d[M, N] = a[M, K] . b[N, K].T`` (DeepGEMM 54e2261 ``csrc/apis/gemm.hpp``)."""
@@ -53,23 +64,46 @@ class SoftwareEngine:
         self._product(a, b, d, chosen)
 
     def inv_rope_fp8_quant(
-        self, o: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.Tensor, *, n_groups: int,
-        heads_per_group: int, nope_dim: int = 448, rope_dim: int = 64, quant_group_size: int = 128,
-        tma_aligned_scales: bool = False, quantize: bool = True, variant: str = "fma_cos",
+        self,
+        o: torch.Tensor,
+        positions: torch.Tensor,
+        cos_sin_cache: torch.Tensor,
+        *,
+        n_groups: int,
+        heads_per_group: int,
+        nope_dim: int = 448,
+        rope_dim: int = 64,
+        quant_group_size: int = 128,
+        tma_aligned_scales: bool = False,
+        quantize: bool = True,
+        variant: str = "fma_cos",
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Inverse RoPE and quantisation, bit for bit as the serving kernel (see ``oproj.quantize``)."""
         return inv_rope_fp8_quant(
-            o, positions, cos_sin_cache, n_groups=n_groups, heads_per_group=heads_per_group, nope_dim=nope_dim,
-            rope_dim=rope_dim, quant_group_size=quant_group_size, tma_aligned_scales=tma_aligned_scales,
-            quantize=quantize, variant=variant,
+            o,
+            positions,
+            cos_sin_cache,
+            n_groups=n_groups,
+            heads_per_group=heads_per_group,
+            nope_dim=nope_dim,
+            rope_dim=rope_dim,
+            quant_group_size=quant_group_size,
+            tma_aligned_scales=tma_aligned_scales,
+            quantize=quantize,
+            variant=variant,
         )
 
     def describe(self) -> dict[str, Any]:
         """What computed the numbers: model, libraries, processor."""
         return {
-            "engine": self.name, "arch": self.arch.name, "instruction": self.arch.mma.name,
-            "numba": numba.__version__, "numpy": np.__version__, "torch": torch.__version__,
-            "device": platform.processor() or platform.machine(), "threads": gemm.thread_count(),
+            "engine": self.name,
+            "arch": self.arch.name,
+            "instruction": self.arch.mma.name,
+            "numba": numba.__version__,
+            "numpy": np.__version__,
+            "torch": torch.__version__,
+            "device": platform.processor() or platform.machine(),
+            "threads": gemm.thread_count(),
         }
 
     def _product(self, a: Operand, b: Operand, d: torch.Tensor, recipe: Recipe) -> None:

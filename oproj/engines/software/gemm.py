@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 
@@ -54,7 +54,12 @@ def run_parallel(tasks: list[Callable[[], None]]) -> None:
 
 
 def matmul(
-    arch: Arch, a: np.ndarray, a_scales: np.ndarray, b: np.ndarray, b_scales: np.ndarray, gran_k: int,
+    arch: Arch,
+    a: np.ndarray,
+    a_scales: np.ndarray,
+    b: np.ndarray,
+    b_scales: np.ndarray,
+    gran_k: int,
     out: np.ndarray,
 ) -> None:
     """``out[T, N] = a[T, K] . b[N, K]`` in FP32 on the tensor core of ``arch``, before the output rounding.
@@ -63,34 +68,37 @@ def matmul(
     promotes with scales outside, else UE8M0 bytes (uint8). NaN codes and NaN bytes make their whole row or column
     NaN, which is what a NaN in any fused sum does to every sum after it.
     """
-    values, exponents = code_tables()
-    nan_columns = _nan_rows(b, b_scales)
-    step = lanes.WIDTH
-    mma = arch.mma
-    rounding = (np.int32(mma.frac_bits), np.int32(mma.out_frac_bits), np.int32(mma.zero_exponent))
-    if not arch.mma.scales_inside:
-        b_side = np.ascontiguousarray(b_scales, dtype=np.float32)
-    else:
-        b_side = np.ascontiguousarray(b_scales).astype(np.int32) - 127
+    b_side = _kernel_scales(arch, b_scales)
     for t0 in range(0, a.shape[0], TOKEN_CHUNK):
         rows = slice(t0, t0 + TOKEN_CHUNK)
-        codes, result = np.ascontiguousarray(a[rows]), out[rows]
-        a_values, a_exponents = values[codes], exponents[codes]
-        if arch.mma.scales_inside:
-            a_side = np.ascontiguousarray(a_scales[rows]).astype(np.int32) - 127
-            tile, extra = lanes.scaled_tile, (np.int32(gran_k), *rounding)
-        else:
-            a_side = np.ascontiguousarray(a_scales[rows], dtype=np.float32)
-            tile, extra = lanes.promoted_tile, rounding
-        fixed = (a_values, a_exponents, a_side, b, b_side)
-        run_parallel(
-            [
-                lambda n0=n0: tile(*fixed, n0, result, values, exponents, *extra)  # type: ignore[misc]
-                for n0 in range(0, b.shape[0], step)
-            ]
+        _token_chunk(
+            arch, np.ascontiguousarray(a[rows]), _kernel_scales(arch, a_scales[rows]), b, b_side, gran_k, out[rows]
         )
-        result[_nan_rows(codes, a_scales[rows])] = CANONICAL_NAN
-    out[:, nan_columns] = CANONICAL_NAN
+    out[_nan_rows(a, a_scales)] = CANONICAL_NAN
+    out[:, _nan_rows(b, b_scales)] = CANONICAL_NAN
+
+
+def _kernel_scales(arch: Arch, scales: np.ndarray) -> np.ndarray:
+    """Scales as the tile kernels take them: FP32 values, or int32 exponents without the bias."""
+    contiguous = np.ascontiguousarray(scales)
+    return contiguous.astype(np.int32) - 127 if arch.mma.scales_inside else contiguous.astype(np.float32, copy=False)
+
+
+def _token_chunk(
+    arch: Arch, codes: np.ndarray, a_side: np.ndarray, b: np.ndarray, b_side: np.ndarray, gran_k: int, out: np.ndarray
+) -> None:
+    """Fill ``out`` [tokens, N] tile by tile, one task a tile of columns."""
+    values, exponents = code_tables()
+    numbers = (np.int32(arch.mma.frac_bits), np.int32(arch.mma.out_frac_bits), np.int32(arch.mma.zero_exponent))
+    operands = (values[codes], exponents[codes], a_side, b, b_side)
+
+    def tile(n0: int) -> None:
+        if arch.promotion_k is None:
+            lanes.scaled_tile(*operands, n0, out, values, exponents, np.int32(gran_k), *numbers)
+        else:
+            lanes.promoted_tile(*operands, n0, out, values, exponents, *numbers)
+
+    run_parallel([partial(tile, n0) for n0 in range(0, b.shape[0], lanes.WIDTH)])
 
 
 def _nan_rows(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:

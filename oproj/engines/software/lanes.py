@@ -157,8 +157,11 @@ def decode_block(codes, n0, n1, k0, values, exponents, lut, exponent_lut):
 def work_arrays():
     """Scratch of ``fused_step``: int8 top, int32 top, FP32 shift, two int32 halves."""
     return (
-        np.empty(WIDTH, np.int8), np.empty(WIDTH, np.int32), np.empty(WIDTH, np.float32),
-        np.empty(WIDTH, np.int32), np.empty(WIDTH, np.int32),
+        np.empty(WIDTH, np.int8),
+        np.empty(WIDTH, np.int32),
+        np.empty(WIDTH, np.float32),
+        np.empty(WIDTH, np.int32),
+        np.empty(WIDTH, np.int32),
     )
 
 
@@ -183,8 +186,18 @@ def promoted_tile(a, ea, sa, codes, sb, n0, out, lut, exponent_lut, frac_bits, o
             acc[:] = 0
             for k0 in range(0, BLOCK_K, STEP_K):
                 fused_step(
-                    a[t], ea[t], block * BLOCK_K + k0, values, exponents, k0, no_scale, acc, frac_bits,
-                    out_frac_bits, zero_exponent, work,
+                    a[t],
+                    ea[t],
+                    block * BLOCK_K + k0,
+                    values,
+                    exponents,
+                    k0,
+                    no_scale,
+                    acc,
+                    frac_bits,
+                    out_frac_bits,
+                    zero_exponent,
+                    work,
                 )
             token_scale = sa[t, block]
             for lane in range(WIDTH):
@@ -218,8 +231,18 @@ def scaled_tile(a, ea, sa, codes, sb, n0, out, lut, exponent_lut, gran_k, frac_b
                     scale[lane] = token_scale + column_scale[step, lane]
                 k0 = step * STEP_K
                 fused_step(
-                    a[t], ea[t], block * BLOCK_K + k0, values, exponents, k0, scale, final[t], frac_bits,
-                    out_frac_bits, zero_exponent, work,
+                    a[t],
+                    ea[t],
+                    block * BLOCK_K + k0,
+                    values,
+                    exponents,
+                    k0,
+                    scale,
+                    final[t],
+                    frac_bits,
+                    out_frac_bits,
+                    zero_exponent,
+                    work,
                 )
     for t in range(tokens):
         for n in range(n0, n1):

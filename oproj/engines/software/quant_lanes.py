@@ -107,8 +107,21 @@ def load_rotated(o, at, y, nope_dim, rope_dim, row, fused):
 
 @jit
 def quantize_tokens(
-    o, strides, t0, t1, positions, table, heads_per_group, nope_dim, rope_dim, block, fused, log2_rule, floor_bits,
-    codes, fields,
+    o,
+    strides,
+    t0,
+    t1,
+    positions,
+    table,
+    heads_per_group,
+    nope_dim,
+    rope_dim,
+    block,
+    fused,
+    log2_rule,
+    floor_bits,
+    codes,
+    fields,
 ):
     """Tokens ``t0:t1`` of the fused kernel.
 

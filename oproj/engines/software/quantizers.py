@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -50,21 +51,38 @@ def _flat_bits(x: torch.Tensor) -> np.ndarray:
 
 def _by_tokens(tokens: int, kernel: Callable[[int, int], None]) -> None:
     step = max(1, -(-tokens // (4 * thread_count())))
-    run_parallel([lambda t0=t0: kernel(t0, min(t0 + step, tokens)) for t0 in range(0, tokens, step)])  # type: ignore[misc]
+    run_parallel([partial(kernel, t0, min(t0 + step, tokens)) for t0 in range(0, tokens, step)])
 
 
 def inv_rope_fp8_quant(
-    o: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.Tensor, *, n_groups: int, heads_per_group: int,
-    nope_dim: int = 448, rope_dim: int = 64, quant_group_size: int = 128, tma_aligned_scales: bool = False,
-    quantize: bool = True, variant: str = "fma_cos",
+    o: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    *,
+    n_groups: int,
+    heads_per_group: int,
+    nope_dim: int = 448,
+    rope_dim: int = 64,
+    quant_group_size: int = 128,
+    tma_aligned_scales: bool = False,
+    quantize: bool = True,
+    variant: str = "fma_cos",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The serving engine's fused kernel on CPU tensors; see ``oproj.quantize.fused_inv_rope_fp8_quant``.
 
     ``variant``: ``fma_cos`` (cosine product fused, as compiled today) or ``mul_mul_add`` (three roundings).
     """
     check_inv_rope(
-        o, positions, cos_sin_cache, n_groups, heads_per_group, nope_dim, rope_dim, quant_group_size,
-        tma_aligned_scales, quantize,
+        o,
+        positions,
+        cos_sin_cache,
+        n_groups,
+        heads_per_group,
+        nope_dim,
+        rope_dim,
+        quant_group_size,
+        tma_aligned_scales,
+        quantize,
     )
     if variant not in VARIANTS:
         raise ValueError(f"variant={variant!r} is unknown; known: {', '.join(VARIANTS)}")
@@ -78,18 +96,47 @@ def inv_rope_fp8_quant(
     if not quantize:
         values = empty_values(tokens, n_groups, k, torch.bfloat16)
         bits = values.transpose(0, 1).view(torch.int16).numpy().view(np.uint16)
-        _by_tokens(tokens, lambda t0, t1: quant_lanes.rotate_tokens(
-            source[0], strides, t0, t1, source[2], table, heads_per_group, nope_dim, rope_dim, fused, bits,
-        ))
+        _by_tokens(
+            tokens,
+            lambda t0, t1: quant_lanes.rotate_tokens(
+                source[0],
+                strides,
+                t0,
+                t1,
+                source[2],
+                table,
+                heads_per_group,
+                nope_dim,
+                rope_dim,
+                fused,
+                bits,
+            ),
+        )
         return values, torch.empty(0, dtype=torch.int32 if tma_aligned_scales else torch.float32)
 
     values = empty_values(tokens, n_groups, k, torch.float8_e4m3fn)
     codes = values.transpose(0, 1).view(torch.uint8).numpy()
     fields = np.zeros((n_groups, k // quant_group_size, tma_aligned_size(tokens, 4)), np.uint8)
-    _by_tokens(tokens, lambda t0, t1: quant_lanes.quantize_tokens(
-        source[0], strides, t0, t1, source[2], table, heads_per_group, nope_dim, rope_dim, quant_group_size, fused,
-        VLLM_FUSED.log2_rule, _float_bits(VLLM_FUSED.amax_floor), codes, fields,
-    ))
+    _by_tokens(
+        tokens,
+        lambda t0, t1: quant_lanes.quantize_tokens(
+            source[0],
+            strides,
+            t0,
+            t1,
+            source[2],
+            table,
+            heads_per_group,
+            nope_dim,
+            rope_dim,
+            quant_group_size,
+            fused,
+            VLLM_FUSED.log2_rule,
+            _float_bits(VLLM_FUSED.amax_floor),
+            codes,
+            fields,
+        ),
+    )
     return values, _scales_from_fields(fields, tokens, tma_aligned_scales)
 
 
@@ -104,17 +151,31 @@ def quantize_groups(
     if x.dtype != torch.bfloat16:
         raise TypeError(f"x has dtype {x.dtype}; expected torch.bfloat16")
     if x.dim() != 2 or (x.numel() and x.stride(1) != 1):
-        raise ValueError(f"x has shape {tuple(x.shape)} and strides {x.stride()}; expected [M, K] with unit last stride")
+        raise ValueError(
+            f"x has shape {tuple(x.shape)} and strides {x.stride()}; expected [M, K] with unit last stride"
+        )
     rows, k = x.shape
     if k % (group_size * (4 if packed else 1)):
         raise ValueError(f"K={k} must be a multiple of {group_size * (4 if packed else 1)}")
     codes = torch.empty((rows, k), dtype=torch.float8_e4m3fn)
     fields = np.zeros((1, k // group_size, tma_aligned_size(rows, 4)), np.uint8)
     bits, target = _flat_bits(x), codes.view(torch.uint8).numpy()
-    _by_tokens(rows, lambda t0, t1: quant_lanes.quantize_rows(
-        bits, x.stride(0), t0, t1, k, group_size, _float_bits(quantizer.amax_floor), quantizer.min_scale_byte,
-        quantizer.nan_code, target, fields[0],
-    ))
+    _by_tokens(
+        rows,
+        lambda t0, t1: quant_lanes.quantize_rows(
+            bits,
+            x.stride(0),
+            t0,
+            t1,
+            k,
+            group_size,
+            _float_bits(quantizer.amax_floor),
+            quantizer.min_scale_byte,
+            quantizer.nan_code,
+            target,
+            fields[0],
+        ),
+    )
     return codes, _scales_from_fields(fields, rows, packed)[:, 0]
 
 
