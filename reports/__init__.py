@@ -1,0 +1,42 @@
+"""Results as rows, and what is made of them: tables, a page, baselines and the gate. Needs no torch.
+
+>>> df = reports.load("out/")                           # doctest: +SKIP
+>>> df.groupby(["arch", "stage"]).margin_max.max()      # doctest: +SKIP
+"""
+
+from __future__ import annotations
+
+from .aggregate import overall_verdict
+from .baseline import baseline_frame, write_baselines
+from .columns import SCHEMA_VERSION, NoRowsError, RowsError
+from .gate import GateResult, exit_code, gate
+from .page import write_page
+from .schema import empty_frame, from_rows, make_row, validate
+from .store import RowWriter, load, write_csv
+from .tables import per_arch, per_arch_stage, print_rich, to_markdown, worst_cases, write_markdown
+
+__all__ = [
+    "SCHEMA_VERSION",
+    "GateResult",
+    "NoRowsError",
+    "RowWriter",
+    "RowsError",
+    "baseline_frame",
+    "empty_frame",
+    "exit_code",
+    "from_rows",
+    "gate",
+    "load",
+    "make_row",
+    "overall_verdict",
+    "per_arch",
+    "per_arch_stage",
+    "print_rich",
+    "to_markdown",
+    "validate",
+    "worst_cases",
+    "write_baselines",
+    "write_csv",
+    "write_markdown",
+    "write_page",
+]

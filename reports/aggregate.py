@@ -4,8 +4,8 @@ Only judged rows (verdict pass or fail) enter a figure. Over the rows of a group
 
     compared, mismatched     sums
     margin_max, margin_p999,
-    margin_p50               the largest of the rows'; for a percentile that is an upper bound of the group's own,
-                             since the margins of single elements are not kept
+    margin_p50               the largest of the rows'; for a percentile that is an upper bound of the
+                             group's own, since the margins of single elements are not kept
     rms_rel_error            sqrt(sum(compared * rms^2) / sum(compared)), over the rows that have one
     signed_bias              sum(compared * bias) / sum(compared), over the rows that have one
     calc_diff, ulp_max       the largest of the rows'

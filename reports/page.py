@@ -1,7 +1,7 @@
 """One self-contained HTML file: what is off, where, on which architecture, and how to run it again.
 
-The file loads nothing: its style is inside, and it has no script. Figures are rounded for people; the `title` of
-a cell has every digit.
+The file loads nothing: its style is inside, and it has no script. Figures are rounded for people; the `title`
+of a cell has every digit.
 """
 
 from __future__ import annotations
@@ -67,8 +67,13 @@ def _html(table: pd.DataFrame, name: str) -> Markup | None:
     # A uuid of our own: the same rows make the same file.
     styler = Styler(cells, cell_ids=False, uuid=name)
     styler = styler.hide(axis="index").set_td_classes(classes)
-    styler = styler.format_index(lambda column: str(escape(label(column))), axis=1)
+    styler = styler.format_index(lambda column: _heading(table, column), axis=1)
     return Markup(styler.to_html(table_attributes='class="figures"', doctype_html=False))
+
+
+def _heading(table: pd.DataFrame, column: str) -> str:
+    text = str(escape(label(column)))
+    return f'<span class="number">{text}</span>' if is_figure(table, column) else text
 
 
 def _cell(column: str, record: Mapping[str, Any]) -> str:

@@ -39,17 +39,17 @@ __all__ = [
 
 STAGE_KEYS = ("arch", "stage", "oracle", "engine", "implementation")
 _STAGE_COLUMNS = [
-    "arch", "stage", "oracle", "verdict", "cases", "not_judged", "compared", "mismatched", "margin_max",
+    "arch", "stage", "oracle", "verdict", "margin_max", "mismatched", "compared", "cases", "not_judged",
     "margin_p999", "rms_rel_error", "signed_bias", "calc_diff", "ulp_max", "evidence", "engine",
     "implementation", "nan_margins",
 ]  # fmt: skip
 _ARCH_COLUMNS = [
-    "arch", "engine", "verdict", "cases", "not_judged", "compared", "mismatched", "margin_max", "evidence",
+    "arch", "engine", "verdict", "margin_max", "mismatched", "compared", "cases", "not_judged", "evidence",
     "nan_margins",
 ]  # fmt: skip
 _WORST_COLUMNS = [
     "arch", "engine", "implementation", "stage", "oracle", "family", "preset", "tp_size", "tokens", "case_id",
-    "verdict", "fault", "compared", "mismatched", "margin_max", "ulp_max", "first_bad", "reason", "case",
+    "verdict", "fault", "margin_max", "mismatched", "compared", "ulp_max", "first_bad", "reason", "case",
     "nan_margins",
 ]  # fmt: skip
 _LEAST_NEEDED = (
@@ -64,8 +64,8 @@ def per_arch_stage(df: pd.DataFrame) -> pd.DataFrame:
     """One row per arch, stage and oracle - and per engine and implementation, where several ran.
 
     Columns: arch, stage, oracle, verdict ('pass', 'fail', 'nothing compared', or 'not applicable' where the
-    oracle applies to none of the cases), cases and not_judged (counts of rows), compared, mismatched,
-    margin_max, margin_p999, rms_rel_error, signed_bias, calc_diff, ulp_max, evidence, engine, implementation.
+    oracle applies to none of the cases), margin_max, mismatched, compared, cases and not_judged (counts of
+    rows), margin_p999, rms_rel_error, signed_bias, calc_diff, ulp_max, evidence, engine, implementation.
     Figures are added up as `aggregate.py` says.
 
     Raises: RowsError where `df` is not a frame of rows.

@@ -1,0 +1,161 @@
+"""Baselines: what a run reached, as small sorted text in git, one file per architecture and engine.
+
+`<arch>-<engine>.csv` has a line per (arch, engine, implementation, stage, oracle, preset, tp_size, family).
+Floats are written with every digit. `CHANGES.md` beside them says when, why, and with which versions they were
+made; it is apart from the figures so that a changed line of a baseline is a changed figure.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import os
+import re
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from .aggregate import NOTHING, aggregate, row_faults
+from .columns import JUDGED, RowsError
+from .files import write_text
+from .schema import validate
+from .tables import environment
+
+KEYS = ("arch", "engine", "implementation", "stage", "oracle", "preset", "tp_size", "family")
+COUNTS = ("compared", "mismatched")
+FLOATS = ("margin_max", "rms_rel_error", "signed_bias")
+BASELINE_COLUMNS = (*KEYS, *COUNTS, *FLOATS)
+CHANGES = "CHANGES.md"
+_HEADER = "# Changes of the baselines\n\nOldest first; each line: time, files, reason, what made the rows.\n\n"
+
+
+def baseline_frame(df: pd.DataFrame) -> pd.DataFrame:
+    """One row per combination of `KEYS`: compared, mismatched (int64), margin_max, rms_rel_error, signed_bias
+    (float64, NaN where it does not apply). Combinations to which their oracle never applies are left out.
+
+    Raises: RowsError where `df` is not a frame of rows.
+    """
+    groups = aggregate(validate(df), KEYS)
+    applies = groups["verdict"] != "not applicable"
+    return groups.loc[applies, list(BASELINE_COLUMNS)].reset_index(drop=True)
+
+
+def nothing_compared(df: pd.DataFrame) -> list[str]:
+    """The combinations of `KEYS` whose oracle applies and that compared nothing, in words."""
+    groups = aggregate(validate(df), KEYS)
+    return [where(row) for row in groups[groups["verdict"] == NOTHING].to_dict("records")]
+
+
+def where(row: Any) -> str:
+    """A combination of `KEYS` in words, from any mapping that has them."""
+    preset = f"preset {row['preset'] or 'none'}, TP {row['tp_size']}, family {row['family']}"
+    return f"{row['arch']} {row['engine']} {row['implementation']}: {row['stage']} {row['oracle']}, {preset}"
+
+
+def write_baselines(df: pd.DataFrame, directory: str | os.PathLike[str], reason: str) -> list[Path]:
+    """Replace the baseline file of each (arch, engine) of the run and add a line to CHANGES.md.
+
+    Returns the paths of the baseline files. Files of other architectures and engines stay as they are.
+
+    Raises: ValueError where the reason is empty, any row failed, or nothing was compared - in the whole run or in
+    one combination; RowsError where `df` is not a frame of rows. Nothing is written then.
+    """
+    if not reason.strip():
+        raise ValueError(f"reason must say why the baselines change, got {reason!r}")
+    _refuse_bad_run(df)
+    rows = baseline_frame(df)
+    names = [_file_name(arch, engine) for arch, engine in zip(rows["arch"], rows["engine"])]
+    texts = {name: _to_csv(rows[[other == name for other in names]]) for name in dict.fromkeys(names)}
+    folder = Path(directory)
+    paths = [write_text(folder / name, text) for name, text in texts.items()]
+    write_text(folder / CHANGES, _changes(folder / CHANGES) + _change_line(df, sorted(texts), reason))
+    return paths
+
+
+def _refuse_bad_run(df: pd.DataFrame) -> None:
+    faults = row_faults(validate(df))
+    bad = df[faults != ""]
+    if len(bad):
+        first = f"{where(bad.iloc[0])}, case {bad['case_id'].iloc[0]}: {faults[faults != ''].iloc[0]}"
+        raise ValueError(f"no baseline from a run with {len(bad)} failed row(s); the first: {first}")
+    if df.loc[df["verdict"].isin(JUDGED), "compared"].sum() == 0:
+        raise ValueError("no baseline from a run that compared nothing")
+    empty = nothing_compared(df)
+    if empty:
+        raise ValueError(f"no baseline from a run that compared nothing in: {empty[0]} (and {len(empty) - 1} more)")
+
+
+def _file_name(arch: str, engine: str) -> str:
+    for name, value in (("arch", arch), ("engine", engine)):
+        if not re.fullmatch(r"[A-Za-z0-9_]+", value):
+            raise ValueError(f"{name} must be letters, digits and '_' to name a baseline file, got {value!r}")
+    return f"{arch}-{engine}.csv"
+
+
+def _to_csv(rows: pd.DataFrame) -> str:
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(BASELINE_COLUMNS)
+    for row in rows.to_dict("records"):
+        floats = ["" if math.isnan(row[name]) else repr(float(row[name])) for name in FLOATS]
+        writer.writerow([*(row[name] for name in (*KEYS, *COUNTS)), *floats])
+    return out.getvalue()
+
+
+def _changes(path: Path) -> str:
+    return path.read_text(encoding="utf-8") if path.exists() else _HEADER
+
+
+def _change_line(df: pd.DataFrame, names: list[str], reason: str) -> str:
+    now = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+    made_by = "; ".join(f"{name} {value}" for name, value in environment(df).items())
+    return f"- {now}: {', '.join(names)}: {' '.join(reason.split())} ({made_by})\n"
+
+
+def read_baseline(path: str | os.PathLike[str]) -> pd.DataFrame:
+    """The rows of one baseline file, with the columns of `baseline_frame`.
+
+    Raises: RowsError that names the file and what is wrong: missing or foreign column, a value that is no number,
+    a repeated row, or rows that do not belong to the file's name.
+    """
+    source = Path(path)
+    try:
+        with source.open(encoding="utf-8", newline="") as file:
+            reader = csv.DictReader(file, strict=True)
+            _check_header(source, list(reader.fieldnames or []))
+            rows = [_parse(source, reader.line_num, line) for line in reader]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise RowsError(f"{source}: not a baseline file: {error}") from error
+    keys = [tuple(row[name] for name in KEYS) for row in rows]
+    for row, key in zip(rows, keys):
+        if keys.count(key) > 1:
+            raise RowsError(f"{source}: repeated row: {where(row)}")
+        if source.name != f"{row['arch']}-{row['engine']}.csv":
+            raise RowsError(f"{source}: holds a row of {row['arch']} on {row['engine']}, which its name does not say")
+    if not rows:
+        raise RowsError(f"{source}: holds no rows")
+    return pd.DataFrame(rows, columns=list(BASELINE_COLUMNS))
+
+
+def _check_header(source: Path, names: list[str]) -> None:
+    missing = [name for name in BASELINE_COLUMNS if name not in names]
+    foreign = [name for name in names if name not in BASELINE_COLUMNS]
+    for word, found in (("missing", missing), ("foreign", foreign)):
+        if found:
+            raise RowsError(f"{source}: {word} column(s): {', '.join(found)}")
+
+
+def _parse(source: Path, line: int, texts: dict[str, Any]) -> dict[str, Any]:
+    if None in texts or None in texts.values():
+        raise RowsError(f"{source}, line {line}: it has more or fewer cells than columns")
+    row: dict[str, Any] = dict(texts)
+    for name in ("tp_size", *COUNTS, *FLOATS):
+        text = texts[name]
+        try:
+            row[name] = int(text) if name not in FLOATS else float(text or "nan")
+        except ValueError:
+            raise RowsError(f"{source}, line {line}: {name} must be a number, got {text!r}") from None
+    return row
