@@ -56,7 +56,7 @@ def cos_sin(
 ) -> Tensor:
     """Table rows of int64 positions [T]: float64 [T, rope_dim], rope_dim/2 cosines, then as many sines.
 
-    Negative positions are the opposite rotation. An angle is off by at most 8 * 2^-53 times the plain one,
+    Negative positions are the opposite rotation. An angle is off by at most 16 * 2^-53 times the plain one,
     |position| * theta^(-2i/rope_dim), for rope_dim a power of two. ValueError for arguments out of range.
     """
     _check(positions, rope_dim)

@@ -29,6 +29,12 @@ def random_codes(seed: int, *shape: int) -> torch.Tensor:
     return torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
 
 
+def powers_of_two(scale_bytes: torch.Tensor) -> torch.Tensor:
+    """Float64 2^(byte - 127), NaN for 255, by Python's own arithmetic."""
+    values = [math.nan if byte == 255 else 2.0 ** (byte - 127) for byte in scale_bytes.flatten().tolist()]
+    return torch.tensor(values, dtype=torch.float64, device=scale_bytes.device).view(scale_bytes.shape)
+
+
 def aligned(tokens: int) -> int:
     return -(-tokens // 4) * 4
 
@@ -63,7 +69,7 @@ def test_ue8m0_table_is_exactly_two_to_the_byte_minus_127(device: str) -> None:
 def test_packed_words_are_little_endian(quads: list[list[int]]) -> None:
     words = [int.from_bytes(bytes(quad), "little", signed=True) for quad in quads]
     got = unpack_ue8m0(torch.tensor(words, dtype=torch.int32).view(1, -1))
-    assert got.dtype == torch.uint8 and got.tolist() == [sum(quads, [])]
+    assert got.dtype == torch.uint8 and got.tolist() == [[byte for quad in quads for byte in quad]]
 
 
 @few
@@ -94,8 +100,7 @@ def test_an_element_is_its_code_times_its_blocks_scale(seed, lead, rows, blocks,
 def test_float_byte_and_packed_scales_agree(seed: int, rows: int, blocks: int) -> None:
     codes = random_codes(seed, 2, rows, 8 * blocks)
     scale_bytes = random_codes(seed + 1, 2, rows, blocks)
-    powers = [math.ldexp(1, b - 127) for b in range(255)] + [math.nan]
-    floats = torch.tensor(powers, dtype=torch.float32)[scale_bytes.long()]
+    floats = powers_of_two(scale_bytes).float()
     filler = torch.full((2, rows, -blocks % 4), 0xAB, dtype=torch.uint8)  # past the last block: never read
     quads = torch.cat((scale_bytes, filler), dim=-1).reshape(-1, 4).tolist()
     words = torch.tensor([int.from_bytes(bytes(q), "little", signed=True) for q in quads], dtype=torch.int32)
@@ -114,7 +119,7 @@ def test_served_activation_layouts_are_read_and_their_padding_is_not(tokens: int
     codes = physical.as_strided((tokens, groups, k), (k, tokens * k, 1)).view(torch.float8_e4m3fn)
     exponents = random_codes(7, tokens, groups, k // 128).to(device)
     exponents[exponents == 255] = 1
-    scales = torch.pow(2.0, exponents.double() - 127)
+    scales = powers_of_two(exponents)
     fp32 = torch.full((groups * 32 * ta,), math.nan, device=device)
     fp32 = fp32.as_strided((tokens, groups, 32), (1, 32 * ta, ta)).copy_(scales)
     packed = torch.full((groups * 8 * ta,), -1, dtype=torch.int32, device=device)
@@ -133,7 +138,7 @@ def test_served_weight_layouts_are_read(lead: tuple[int, ...], device: str) -> N
     codes = random_codes(3, *lead, rows, k).to(device)
     codes[codes & 127 == 127] = 0
     tile = torch.arange(math.prod(lead) * 16, device=device).view(*lead, 2, 8) + 100  # no two tiles alike
-    fp32 = torch.pow(2.0, tile.double() - 127).float()
+    fp32 = powers_of_two(tile).float()
     by_row = tile.to(torch.uint8).repeat_interleave(128, dim=-2)
     words = by_row.contiguous().view(torch.int32)
     packed = words.transpose(-1, -2).contiguous().transpose(-1, -2)  # row index has stride 1
@@ -163,7 +168,7 @@ def test_inputs_are_not_modified() -> None:
     ((1, 3, 8), (2, 3, 2), 4, 1),  # would broadcast over groups
     ((2, 3, 8), (3, 2), 4, 1),     # another rank
     ((8,), (2,), 4, 1),            # no rows
-    ((2, 3, 9), (2, 3, 3), 4, 1),  # K is no multiple of the block
+    ((2, 3, 9), (2, 3, 2), 4, 1),  # K is no multiple of the block
     ((2, 7, 8), (2, 2, 2), 4, 3),  # 7 rows are 3 blocks of 3
     ((2, 6, 8), (2, 3, 2), 4, 3),
     ((2, 3, 8), (2, 3, 2), 0, 1),

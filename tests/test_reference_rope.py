@@ -156,7 +156,7 @@ def exact_angle(position: int, pair: int, theta: float, yarn: Yarn | None) -> mp
 @on_each_device
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_table_is_the_formula(kind, device: str) -> None:
-    """|error| <= 8u * plain angle (the docstring's promise) + 4u (cos and sin: four ulp just below 1)."""
+    """|error| <= 16u * plain angle (the docstring's promise) + 4u (cos and sin: four ulp just below 1)."""
     theta, yarn = KINDS[kind]["theta"], KINDS[kind].get("yarn")
     positions = [0, 1, 2, 127, 4096, 65535, 65537, 2**20 - 1, -3]
     table = cos_sin(torch.tensor(positions, device=device), **KINDS[kind])
@@ -165,13 +165,13 @@ def test_the_table_is_the_formula(kind, device: str) -> None:
         for row, position in zip(table.tolist(), positions, strict=True):
             for pair in range(32):
                 angle = exact_angle(position, pair, theta, yarn)
-                slack = 8 * U * abs(position) * theta ** (-pair / 32) + 4 * U
+                slack = 16 * U * abs(position) * theta ** (-pair / 32) + 4 * U
                 assert abs(row[pair] - mpmath.cos(angle)) <= slack
                 assert abs(row[32 + pair] - mpmath.sin(angle)) <= slack
 
 
 def test_v4_yarn_ramps_over_pairs_15_to_25_and_divides_by_16_after() -> None:
-    assert V4_YARN == Yarn()
+    assert Yarn() == V4_YARN
     assert Yarn().ramp(64, 160000.0) == (15, 25)
     one, sixteen = cos_sin(torch.tensor([1, 16]), **V4_COMPRESSED)[:, 32:]  # sines
     plain = cos_sin(torch.tensor([1]), theta=160000.0)[0, 32:]
@@ -258,9 +258,9 @@ def test_arguments_that_do_not_fit_are_refused(o, positions, table, rope_dim, wo
 
 def test_codes_are_refused_as_values() -> None:
     for bad in (torch.uint8, torch.int64, torch.float8_e4m3fn):
-        with pytest.raises(TypeError, match="^o is"):
+        with pytest.raises(TypeError, match=r"^o is"):
             inverse_rope(GOOD_O.to(bad), P, TABLE)
-        with pytest.raises(TypeError, match="^cos_sin_cache is"):
+        with pytest.raises(TypeError, match=r"^cos_sin_cache is"):
             inverse_rope(GOOD_O, P, TABLE.to(bad))
 
 
