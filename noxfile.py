@@ -18,9 +18,7 @@ nox.options.reuse_venv = "yes"
 nox.options.sessions = ["lint", "typecheck", "tests", "conformance"]
 nox.options.stop_on_first_error = True
 
-OUT = Path("out")
-CONFORMANCE = OUT / "conformance"
-PACKAGES = ("oproj", "reference", "conformance", "reports")
+CONFORMANCE = "out/conformance"
 # CUDA compute capability, major -> the session for it
 SESSION_OF_MAJOR = {"9": "sm90", "10": "sm100", "12": "sm120"}
 
@@ -31,26 +29,26 @@ def install(session: nox.Session, *arguments: str, pinned: bool = True) -> None:
         session.install(*(("-c", "constraints.txt") if pinned else ()), *arguments)
 
 
-def oproj(session: nox.Session, *arguments: str | Path) -> None:
-    """Runs the command line as a module, so that it is the one of this checkout."""
-    session.run("python", "-m", "conformance", *map(str, arguments))
+def oproj(session: nox.Session, *arguments: str) -> None:
+    """Runs this checkout's command line."""
+    session.run("python", "-m", "conformance", *arguments)
 
 
-def option(session: nox.Session, name: str, default: Path) -> Path:
-    """The value of `name VALUE` or `name=VALUE` among the session's arguments."""
-    for i, argument in enumerate(session.posargs):
-        if argument == name and i + 1 < len(session.posargs):
-            return Path(session.posargs[i + 1])
-        if argument.startswith(name + "="):
-            return Path(argument.partition("=")[2])
-    return default
+def given(session: nox.Session, option: str) -> bool:
+    """Whether the session's arguments have `option VALUE` or `option=VALUE`."""
+    return any(argument.partition("=")[0] == option for argument in session.posargs)
+
+
+def default(session: nox.Session, option: str, value: str) -> tuple[str, ...]:
+    """`option value`, or nothing where the session's arguments choose it."""
+    return () if given(session, option) else (option, value)
 
 
 def results(session: nox.Session) -> list[str]:
     """The session's arguments, with the last conformance run in front where they name no folder."""
     arguments = list(session.posargs)
     if not arguments or arguments[0].startswith("-"):
-        arguments.insert(0, str(CONFORMANCE))
+        arguments.insert(0, CONFORMANCE)
     if not Path(arguments[0]).is_dir():
         session.error(f"no results in {arguments[0]}: run `nox -s conformance` first, or name a run's folder")
     return arguments
@@ -78,30 +76,21 @@ def require_gpu(session: nox.Session, *served: str) -> None:
         session.error(f"needs an NVIDIA GPU of {' or '.join(served)}; compute capabilities found: {found}")
 
 
-def run_and_report(session: nox.Session, out: Path, *arguments: str) -> None:
-    """One run, its tables and its page; the page is written for a failed run too, which then stays failed."""
-    out = option(session, "--out", out)
-    try:
-        oproj(session, "run", *arguments, "--out", out, *session.posargs)
-    finally:
-        if out.is_dir():
-            oproj(session, "report", out, "--html", out / "report.html")
-            session.log(f"tables: {out}/*.md, *.csv, *.parquet; page: {out / 'report.html'}")
-
-
 def on_gpu(session: nox.Session, arch: str) -> None:
     """Real DeepGEMM on a GPU of this architecture, the software engine beside it."""
     require_gpu(session, arch)
     install(session, "-e", ".[gpu]", pinned=False)
-    run_and_report(session, OUT / arch, "--arch", arch, "--engine", "deep_gemm")
+    out = default(session, "--out", f"out/{arch}")
+    oproj(session, "run", "--arch", arch, "--engine", "deep_gemm", *out, *session.posargs)
 
 
 @nox.session
 def conformance(session: nox.Session) -> None:
     """Error tables of every architecture on the software engine, then of each GPU that is here."""
     install(session, "-e", ".")
-    archs = "sm90,sm100,sm120"
-    run_and_report(session, CONFORMANCE, "--arch", archs, "--engine", "software")
+    archs = default(session, "--arch", ",".join(SESSION_OF_MAJOR.values()))
+    out = default(session, "--out", CONFORMANCE)
+    oproj(session, "run", *archs, "--engine", "software", *out, *session.posargs)
     for name in gpu_sessions():
         session.notify(name, posargs=[])
 
@@ -167,7 +156,7 @@ def gate(session: nox.Session) -> None:
 def rebaseline(session: nox.Session) -> None:
     """Makes a run the new baseline: `-- [DIR] --reason "..."`."""
     arguments = results(session)
-    if not any(argument.partition("=")[0] == "--reason" for argument in arguments):
+    if not given(session, "--reason"):
         session.error('a new baseline needs a reason: nox -s rebaseline -- --reason "..."')
     install(session, "-e", ".")
     oproj(session, "rebaseline", *arguments)
@@ -178,8 +167,7 @@ def record(session: nox.Session) -> None:
     """Golden vectors from the real DeepGEMM: `-- --out DIR`; needs a GPU."""
     require_gpu(session, *SESSION_OF_MAJOR.values())
     install(session, "-e", ".[gpu]", pinned=False)
-    default = () if option(session, "--out", Path()) != Path() else ("--out", OUT / "golden")
-    oproj(session, "record", *default, *session.posargs)
+    oproj(session, "record", *default(session, "--out", "out/golden"), *session.posargs)
 
 
 @nox.session

@@ -79,9 +79,7 @@ def test_constraints_pin_every_dependency_once_per_python_within_its_range(pytho
 def test_constraints_are_plain_versions() -> None:
     for pin in pins():
         assert pin.url is None
-        assert re.fullmatch(r"==[0-9][0-9a-z.]*", str(pin.specifier)), (
-            f"{pin}: one public version, no local build"
-        )
+        assert re.fullmatch(r"==[0-9][0-9a-z.]*", str(pin.specifier)), f"{pin}: one public version, no local build"
 
 
 @pytest.fixture(scope="module")
@@ -135,9 +133,7 @@ def test_no_tracked_text_names_a_path_of_one_machine() -> None:
         data = path.read_bytes()
         if b"\0" not in data:
             lines = data.decode("utf-8").splitlines()
-            found += [
-                f"{path.relative_to(ROOT)}:{n}: {x}" for n, x in enumerate(lines, 1) if MACHINE_PATH.search(x)
-            ]
+            found += [f"{path.relative_to(ROOT)}:{n}: {x}" for n, x in enumerate(lines, 1) if MACHINE_PATH.search(x)]
     assert found == []
 
 
