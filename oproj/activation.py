@@ -35,6 +35,8 @@ class QuantizedActivation:
 
         Raises ``ValueError`` when fewer slots are there or data and scale disagree on their number.
         """
+        if n_groups < 1:
+            raise ValueError(f"n_groups={n_groups} must be at least 1")
         if self.data.dim() != 3 or self.scale.dim() != 3 or self.data.shape[:2] != self.scale.shape[:2]:
             raise ValueError(
                 f"data {tuple(self.data.shape)} and scale {tuple(self.scale.shape)} must be [T, slots, *] with equal "
@@ -105,7 +107,12 @@ def unpack_ue8m0(words: torch.Tensor) -> torch.Tensor:
 
 
 def ue8m0_to_float(exponent_bytes: torch.Tensor) -> torch.Tensor:
-    """FP32 values ``2**(byte - 127)`` of UE8M0 bytes; byte 0 is ``2**-127`` (subnormal), byte 255 is NaN."""
+    """FP32 values ``2**(byte - 127)`` of UE8M0 bytes; byte 0 is ``2**-127`` (subnormal), byte 255 is NaN.
+
+    Raises ``TypeError`` for another dtype than uint8: packed words must be unpacked first.
+    """
+    if exponent_bytes.dtype != torch.uint8:
+        raise TypeError(f"exponent_bytes has dtype {exponent_bytes.dtype}; UE8M0 bytes are uint8")
     bits = exponent_bytes.to(torch.int32)
     patterns = torch.where(bits == 0, torch.full_like(bits, 0x00400000), bits << 23)
     patterns = torch.where(bits == UE8M0_NAN, torch.full_like(bits, 0x7FC00000), patterns)

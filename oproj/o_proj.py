@@ -21,19 +21,22 @@ def compute_fp8_einsum_recipe(block_size: int = 128, *, arch: Arch | str | None 
 
     Up to compute capability 9: ``((1, 128, 128), False)`` whatever ``block_size``; from 10 on:
     ``((1, 1, block_size), True)``. V4 passes 128, V4.1 with 1x32 weight blocks 32. Raises ``ValueError`` for another
-    ``block_size``, ``EngineUnavailable`` without a CUDA device and without ``arch``.
+    ``block_size`` where it counts, ``EngineUnavailable`` without a CUDA device and without ``arch``.
     """
+    packed = get_arch(arch).tma_aligned_scales if arch is not None else _current_device_packs()
+    if not packed:
+        return (1, 128, 128), False
     if block_size not in (32, 128):
         raise ValueError(f"block_size={block_size} is not served; DeepGEMM's recipes take 32 or 128")
-    if arch is not None:
-        row = get_arch(arch)
-        return row.recipe(block_size), row.tma_aligned_scales
+    return (1, 1, block_size), True
+
+
+def _current_device_packs() -> bool:
     if not torch.cuda.is_available():
         raise EngineUnavailable("no CUDA device to ask for its capability; pass arch=, for example arch='sm90'")
     capability = torch.cuda.get_device_capability()
     found = arch_of_capability(*capability)
-    packed = found.tma_aligned_scales if found else capability[0] >= 10
-    return ((1, 1, block_size) if packed else (1, 128, 128)), packed
+    return found.tma_aligned_scales if found else capability[0] >= 10
 
 
 def deep_gemm_fp8_o_proj(
@@ -57,8 +60,8 @@ def deep_gemm_fp8_o_proj(
     o: BF16 ``[T, heads, head_dim]``, or a ``QuantizedActivation`` that is rotated already (then positions and table
     are not read, and its first ``n_groups`` slots are taken of data and scale). wo_a: has ``weight`` (e4m3
     ``[n_groups, o_lora_rank, K]`` with ``weight_scale`` or ``weight_scale_inv`` in the architecture's layout, or BF16
-    of as many elements). wo_b: any callable; it may return fewer rows than T. Raises ``TypeError``/``ValueError`` that
-    names the bad argument.
+    of that shape or ``[n_groups*o_lora_rank, K]``). wo_b: any callable; it may return fewer rows than T. Raises
+    ``TypeError``/``ValueError`` that names the bad argument.
     """
     z = grouped_wo_a(
         o,
@@ -93,9 +96,11 @@ def grouped_wo_a(
     engine: Engine | None = None,
 ) -> torch.Tensor:
     """z BF16 ``[T, n_groups, o_lora_rank]``, contiguous; arguments as in ``deep_gemm_fp8_o_proj``."""
+    values = o.data if isinstance(o, QuantizedActivation) else o
+    _check_recipe(einsum_recipe)
+    _check_weight(wo_a.weight, values, n_groups, o_lora_rank, heads_per_group * (nope_dim + rope_dim))
     fp8 = wo_a.weight.dtype == torch.float8_e4m3fn
-    probe = o.data if isinstance(o, QuantizedActivation) else o
-    chosen = engine or engine_for(probe, tma_aligned_scales)
+    chosen = engine or engine_for(values, tma_aligned_scales)
     if isinstance(o, QuantizedActivation):
         if not fp8:
             raise TypeError(f"o is quantised but wo_a.weight has dtype {wo_a.weight.dtype}; it must be float8_e4m3fn")
@@ -124,23 +129,39 @@ def grouped_wo_a(
     return z
 
 
+def _check_recipe(recipe: Any) -> None:
+    if not isinstance(recipe, (tuple, list)) or len(recipe) != 3:
+        raise ValueError(f"einsum_recipe={recipe!r} must be (gran_m, gran_n, gran_k)")
+
+
+def _check_weight(weight: Any, values: Any, n_groups: int, o_lora_rank: int, k: int) -> None:
+    """Name what the GEMM would only call 'b', or take in silence: a weight of other groups, rank, K or device."""
+    for name, tensor in (("o", values), ("wo_a.weight", weight)):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} is {type(tensor).__name__}; expected a torch.Tensor")
+    if weight.dtype not in (torch.float8_e4m3fn, torch.bfloat16):
+        raise TypeError(f"wo_a.weight has dtype {weight.dtype}; expected float8_e4m3fn or bfloat16")
+    shapes: list[tuple[int, ...]] = [(n_groups, o_lora_rank, k)]
+    if weight.dtype == torch.bfloat16:  # as loaded: groups stacked along the rows
+        shapes.append((n_groups * o_lora_rank, k))
+    if min(shapes[0]) < 1 or tuple(weight.shape) not in shapes:
+        raise ValueError(
+            f"wo_a.weight has shape {tuple(weight.shape)}; n_groups={n_groups}, o_lora_rank={o_lora_rank} and "
+            f"K = heads_per_group * (nope_dim + rope_dim) = {k} need {' or '.join(map(str, shapes))}"
+        )
+    if weight.device != values.device:
+        raise ValueError(f"wo_a.weight is on {weight.device} but o is on {values.device}")
+
+
 def _weight_scale(wo_a: Any) -> torch.Tensor:
     """``weight_scale`` if the attribute exists, else ``weight_scale_inv``, as the serving engine decides."""
     name = "weight_scale" if hasattr(wo_a, "weight_scale") else "weight_scale_inv"
     scale = getattr(wo_a, name, None)
     if not isinstance(scale, torch.Tensor):
         raise TypeError(f"wo_a.{name} is {type(scale).__name__}; an FP8 wo_a needs its scales there")
-    return scale
+    return scale.detach()
 
 
 def _bf16_product(x: torch.Tensor, weight: torch.Tensor, z: torch.Tensor) -> None:
-    if weight.dtype != torch.bfloat16:
-        raise TypeError(f"wo_a.weight has dtype {weight.dtype}; expected float8_e4m3fn or bfloat16")
-    groups, rank, k = z.shape[1], z.shape[2], x.shape[2]
-    if weight.numel() != groups * rank * k:
-        raise ValueError(
-            f"wo_a.weight has shape {tuple(weight.shape)}; n_groups={groups}, o_lora_rank={rank}, K={k} need "
-            f"{groups * rank * k} elements"
-        )
-    per_group = weight.view(groups, rank, k)
+    per_group = weight.detach().unflatten(0, z.shape[1:]) if weight.dim() == 2 else weight.detach()
     torch.bmm(x.transpose(0, 1), per_group.transpose(1, 2), out=z.transpose(0, 1))

@@ -54,6 +54,8 @@ def fused_inv_rope_fp8_quant(
     Raises ``TypeError``/``ValueError`` that names the bad argument (on a GPU, positions are not looked at: that
     would stall the stream), ``EngineUnavailable`` when no engine works for the tensors.
     """
+    if not isinstance(o, torch.Tensor):
+        raise TypeError(f"o is {type(o).__name__}; expected a torch.Tensor")
     chosen = engine or engine_for(o, tma_aligned_scales)
     return chosen.inv_rope_fp8_quant(
         o,

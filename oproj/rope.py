@@ -72,7 +72,6 @@ def cos_sin_rows(kind: Rope | str, positions: np.ndarray, rope_dim: int = 64) ->
     return np.concatenate([np.cos(exact), np.sin(exact)], axis=1).astype(np.float32)
 
 
-@lru_cache(maxsize=8)
 def cos_sin_cache(kind: Rope | str, max_position: int, rope_dim: int = 64) -> torch.Tensor:
     """The FP32 table ``[max_position, rope_dim]`` of a layer kind (256 MiB at 2**20); shared: do not write to it.
 
@@ -80,8 +79,13 @@ def cos_sin_cache(kind: Rope | str, max_position: int, rope_dim: int = 64) -> to
     """
     if max_position < 1 or rope_dim < 2 or rope_dim % 2:
         raise ValueError(f"max_position={max_position} must be positive and rope_dim={rope_dim} even and positive")
+    return _table(get_rope(kind), max_position, rope_dim)
+
+
+@lru_cache(maxsize=4)
+def _table(rope: Rope, max_position: int, rope_dim: int) -> torch.Tensor:
     table = np.empty((max_position, rope_dim), np.float32)
     for start in range(0, max_position, 1 << 16):  # in pieces: the float64 angles never need more than 32 MiB
         piece = slice(start, min(start + (1 << 16), max_position))
-        table[piece] = cos_sin_rows(kind, np.arange(piece.start, piece.stop), rope_dim)
+        table[piece] = cos_sin_rows(rope, np.arange(piece.start, piece.stop), rope_dim)
     return torch.from_numpy(table)

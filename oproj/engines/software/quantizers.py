@@ -88,56 +88,42 @@ def inv_rope_fp8_quant(
         raise ValueError(f"variant={variant!r} is unknown; known: {', '.join(VARIANTS)}")
     if o.device.type != "cpu":
         raise ValueError(f"o is on {o.device}; the software engine works on CPU tensors")
-    tokens, fused, k = o.shape[0], variant == "fma_cos", heads_per_group * (nope_dim + rope_dim)
+    source = (_flat_bits(o), np.array(o.stride()[:2], np.int64))
     table = np.ascontiguousarray(cos_sin_cache.detach().numpy())
-    source = (_flat_bits(o), o.stride()[:2], positions.contiguous().numpy(), table)
-    strides = np.array(source[1], np.int64)
-
+    rotation = (positions.contiguous().numpy(), table, heads_per_group, nope_dim, rope_dim)
+    shape = (o.shape[0], n_groups, heads_per_group * (nope_dim + rope_dim))
     if not quantize:
-        values = empty_values(tokens, n_groups, k, torch.bfloat16)
-        bits = values.transpose(0, 1).view(torch.int16).numpy().view(np.uint16)
-        _by_tokens(
-            tokens,
-            lambda t0, t1: quant_lanes.rotate_tokens(
-                source[0],
-                strides,
-                t0,
-                t1,
-                source[2],
-                table,
-                heads_per_group,
-                nope_dim,
-                rope_dim,
-                fused,
-                bits,
-            ),
-        )
+        values = _rotated(source, rotation, shape, variant)
         return values, torch.empty(0, dtype=torch.int32 if tma_aligned_scales else torch.float32)
+    values, fields = _rotated_codes(source, rotation, shape, variant, quant_group_size)
+    return values, _scales_from_fields(fields, o.shape[0], tma_aligned_scales)
 
-    values = empty_values(tokens, n_groups, k, torch.float8_e4m3fn)
+
+def _rotated(source: tuple, rotation: tuple, shape: tuple[int, int, int], variant: str) -> torch.Tensor:
+    """BF16 values ``[T, G, K]``."""
+    values = empty_values(*shape, torch.bfloat16)
+    bits = values.transpose(0, 1).view(torch.int16).numpy().view(np.uint16)
+    fused = variant == "fma_cos"
+    _by_tokens(shape[0], lambda t0, t1: quant_lanes.rotate_tokens(*source, t0, t1, *rotation, fused, bits))
+    return values
+
+
+def _rotated_codes(
+    source: tuple, rotation: tuple, shape: tuple[int, int, int], variant: str, block: int
+) -> tuple[torch.Tensor, np.ndarray]:
+    """e4m3 codes ``[T, G, K]`` and UE8M0 bytes ``[G, K/block, Ta]`` of the fused kernel."""
+    tokens, groups, k = shape
+    values = empty_values(tokens, groups, k, torch.float8_e4m3fn)
     codes = values.transpose(0, 1).view(torch.uint8).numpy()
-    fields = np.zeros((n_groups, k // quant_group_size, tma_aligned_size(tokens, 4)), np.uint8)
+    fields = np.zeros((groups, k // block, tma_aligned_size(tokens, 4)), np.uint8)
+    rule = (VLLM_FUSED.log2_rule, _float_bits(VLLM_FUSED.amax_floor))
     _by_tokens(
         tokens,
         lambda t0, t1: quant_lanes.quantize_tokens(
-            source[0],
-            strides,
-            t0,
-            t1,
-            source[2],
-            table,
-            heads_per_group,
-            nope_dim,
-            rope_dim,
-            quant_group_size,
-            fused,
-            VLLM_FUSED.log2_rule,
-            _float_bits(VLLM_FUSED.amax_floor),
-            codes,
-            fields,
+            *source, t0, t1, *rotation, block, variant == "fma_cos", *rule, codes, fields
         ),
     )
-    return values, _scales_from_fields(fields, tokens, tma_aligned_scales)
+    return values, fields
 
 
 def quantize_groups(
@@ -154,6 +140,8 @@ def quantize_groups(
         raise ValueError(
             f"x has shape {tuple(x.shape)} and strides {x.stride()}; expected [M, K] with unit last stride"
         )
+    if group_size < 1:
+        raise ValueError(f"group_size={group_size} must be at least 1")
     rows, k = x.shape
     if k % (group_size * (4 if packed else 1)):
         raise ValueError(f"K={k} must be a multiple of {group_size * (4 if packed else 1)}")
