@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +23,7 @@ from oproj.arch import Arch, get_arch
 from oproj.engines import Engine
 
 SCHEMA = 1
+EINSUM, GEMM = "fp8_einsum", "fp8_gemm_nt"
 ARRAYS = ("a", "sa", "b", "sb", "d")
 BLOCK = 128
 
@@ -63,14 +63,13 @@ def save(path: Path, sets: Iterable[GoldenSet], metadata: dict[str, Any]) -> Non
         entries.append(entry)
     text = json.dumps({"schema": SCHEMA, **metadata, "sets": entries}, indent=1, sort_keys=True)
     arrays["metadata"] = np.frombuffer(text.encode("utf-8"), dtype=np.uint8)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".part")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        with os.fdopen(handle, "wb") as file:
-            np.savez_compressed(file, allow_pickle=False, **arrays)
+        with temporary.open("wb") as file:
+            np.savez_compressed(file, **arrays)  # type: ignore[arg-type]
         os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def load(path: Path | str) -> tuple[dict[str, Any], tuple[GoldenSet, ...]]:
@@ -99,7 +98,7 @@ def run(engine: Engine, item: GoldenSet) -> np.ndarray:
     weight = codes_tensor(item.b).to(device)
     recipe = arch.recipe()
     out = torch.full(output_shape(item), float("nan"), dtype=torch.bfloat16, device=device)
-    if item.op == "fp8_einsum":
+    if item.op == EINSUM:
         tokens, groups, k = item.a.shape
         codes = empty_values(tokens, groups, k, torch.float8_e4m3fn, device).copy_(codes_tensor(item.a))
         a = (codes, activation_scales(arch, item.sa, device))
@@ -110,6 +109,14 @@ def run(engine: Engine, item: GoldenSet) -> np.ndarray:
         b = (weight, weight_scales(arch, item.sb[None], item.b.shape[0], device)[0])
         engine.fp8_gemm_nt(a, b, out, recipe=recipe)
     return out.cpu().view(torch.int16).numpy().view(np.uint16)
+
+
+def fits(arch: Arch | str, item: GoldenSet) -> bool:
+    """Whether the row's scale format holds the set's scales: any FP32, or normal powers of two for UE8M0."""
+    if not get_arch(arch).tma_aligned_scales:
+        return True
+    joined = np.concatenate([item.sa.ravel(), item.sb.ravel()]).view(np.uint32)
+    return bool((((joined & 0x807FFFFF) == 0) & (joined > 0) & (joined < 0x7F800000)).all())
 
 
 def output_shape(item: GoldenSet) -> tuple[int, ...]:

@@ -7,18 +7,18 @@ inputs; the files hold them explicitly all the same.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
 
-from conformance.golden import BLOCK, GoldenSet
+from conformance.golden import BLOCK, EINSUM, GEMM, GoldenSet
 from oproj.arch import SM90
 
 FAMILIES = ("normal", "wide", "subnormal", "cancel", "positive", "bits")
 SCALES = ("unit", "pow2", "general")
+Draw = Callable[[str, np.random.Generator, tuple[int, ...]], np.ndarray]
 ONE, MINUS_ONE, MINUS_ZERO = 0x38, 0xB8, 0x80
-EINSUM, GEMM = "fp8_einsum", "fp8_gemm_nt"
 
 
 def generator(name: str) -> np.random.Generator:
@@ -47,12 +47,19 @@ def codes(family: str, rng: np.random.Generator, shape: tuple[int, ...]) -> np.n
     return encode(np.abs(values) if family == "positive" else values)
 
 
+def bulk_codes(family: str, rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """``codes`` for hundreds of millions of elements: drawn from a table of 65536 codes of the family."""
+    table = codes(family, generator(f"table/{family}"), (65536,))
+    return table[rng.integers(0, 65536, shape, dtype=np.uint16)]
+
+
 def pair(
-    family: str, rng: np.random.Generator, a_shape: tuple[int, ...], b_shape: tuple[int, ...]
+    family: str, rng: np.random.Generator, a_shape: tuple[int, ...], b_shape: tuple[int, ...],
+    draw: Draw = codes,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Codes of both operands. ``cancel``: the second half of K repeats the first with the sign turned, a tenth
     of the weights one code off, so that little remains of large sums."""
-    a, b = codes(family, rng, a_shape), codes(family, rng, b_shape)
+    a, b = draw(family, rng, a_shape), draw(family, rng, b_shape)
     if family == "cancel":
         half = a_shape[-1] // 2
         a[..., half:] = a[..., :half]

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from conformance.golden import GoldenSet
-from conformance.golden_inputs import EINSUM, MINUS_ONE, MINUS_ZERO, ONE, generator, make, pair
+from conformance.golden import EINSUM, GoldenSet
+from conformance.golden_inputs import MINUS_ONE, MINUS_ZERO, ONE, generator, make, pair
 
 Changes = dict[tuple[int, ...], float]
 

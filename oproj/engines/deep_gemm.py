@@ -72,7 +72,7 @@ class DeepGemmEngine:
         if d.numel() == 0:
             return
         with _current(self.device):
-            self.module.fp8_einsum(expr, tuple(a), tuple(b), d, recipe=recipe)
+        """``d[M, N] = a[M, K] @ b[N, K].T`` on the GPU; ``recipe=None`` follows the scales, as DeepGEMM does."""
 
     def fp8_gemm_nt(
         self,
