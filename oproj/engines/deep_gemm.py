@@ -72,7 +72,7 @@ class DeepGemmEngine:
         if d.numel() == 0:
             return
         with _current(self.device):
-        """``d[M, N] = a[M, K] @ b[N, K].T`` on the GPU; ``recipe=None`` follows the scales, as DeepGEMM does."""
+            self.module.fp8_einsum(expr, tuple(a), tuple(b), d, recipe=recipe)
 
     def fp8_gemm_nt(
         self,
@@ -83,7 +83,7 @@ class DeepGemmEngine:
         *,
         recipe: Recipe | None = None,
     ) -> None:
-        """``d[M, N] = a[M, K] @ b[N, K].T`` on the GPU; ``recipe=None``: DeepGEMM's default for the scales."""
+        """``d[M, N] = a[M, K] @ b[N, K].T`` on the GPU; ``recipe=None`` goes by the scales, as in DeepGEMM."""
         recipe = check_fp8_gemm_nt(self.arch, a, b, d, c, recipe)
         self._check_home(d)
         if d.numel() == 0:
