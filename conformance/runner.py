@@ -1,0 +1,175 @@
+"""Running Cases: each gives one row per stage and oracle, in the order of the Cases, on one process or several.
+
+An implementation that raises gets failed rows with the reason, and the run goes on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import multiprocessing
+import os
+import platform
+import signal
+import subprocess
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from functools import lru_cache
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import oproj
+from conformance.case import Case
+from conformance.implementation import EngineImplementation, Implementation, SoftwareImplementation, load_implementation
+from conformance.stages import StageResult, run_stages
+from oproj.arch import get_arch
+from oproj.engines import get_engine
+from reports.schema import make_row
+
+Row = dict[str, Any]
+_AHEAD = 4  # Cases a worker may have waiting
+OWN_ENGINE = "own"  # an implementation that runs on none of ours
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is under test: an engine by name, or an implementation as `load_implementation` takes it."""
+
+    engine: str = "auto"
+    implementation: str = ""
+
+    def build(self, arch: str) -> Implementation:
+        """The implementation for ``arch``.
+
+        Raises ``ValueError`` for a name that leads nowhere, ``EngineUnavailable`` where hardware or package is missing.
+        """
+        if self.implementation:
+            return load_implementation(self.implementation, arch)
+        engine = get_engine(self.engine, arch)
+        return SoftwareImplementation(arch) if engine.name == "software" else EngineImplementation(engine)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What all rows of a run share."""
+
+    run_id: str
+    time_utc: str
+    git_revision: str
+
+    @classmethod
+    def now(cls, run_id: str = "") -> Run:
+        """A run that starts now; the default name is the time and the process."""
+        moment = datetime.now(timezone.utc)
+        return cls(
+            run_id or f"{moment:%Y%m%dT%H%M%SZ}-{os.getpid()}", f"{moment:%Y-%m-%dT%H:%M:%SZ}", git_revision()
+        )
+
+
+def git_revision() -> str:
+    """Short revision of the checkout this suite runs from, with ``-dirty`` where files differ; '' outside of one."""
+    folder = Path(oproj.__file__).parents[1]
+    if not (folder / ".git").exists():
+        return ""
+    command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--exclude=*"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return ""
+    return answer.stdout.strip()
+
+
+def run_case(case: Case, target: Target, run: Run) -> list[Row]:
+    """The rows of one Case."""
+    implementation = _implementation(target, case.arch)
+    return [_row(case, implementation, run, result) for result in run_stages(case, implementation)]
+
+
+def run_cases(cases: Iterable[Case], target: Target, run: Run, *, workers: int = 1) -> Iterator[list[Row]]:
+    """The rows of each Case, Case by Case in the order given; ``workers`` above 1 are processes of their own.
+
+    Raises ``ValueError`` for workers below 1, ``BrokenProcessPool`` where a worker died.
+    """
+    if workers < 1:
+        raise ValueError(f"workers={workers} must be at least 1")
+    if workers == 1:
+        for case in cases:
+            yield run_case(case, target, run)
+        return
+    # Threads of this process would not survive a fork, and neither would a CUDA context.
+    context = multiprocessing.get_context("spawn")
+    cores = max(1, (os.cpu_count() or 1) // workers)
+    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker, initargs=(cores,))
+    with pool:
+        try:
+            yield from _in_order(pool, iter(cases), target, run, workers * _AHEAD)
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _in_order(
+    pool: ProcessPoolExecutor, cases: Iterator[Case], target: Target, run: Run, ahead: int
+) -> Iterator[list[Row]]:
+    waiting: deque[Future[list[Row]]] = deque()
+    for case in islice(cases, ahead):
+        waiting.append(pool.submit(run_case, case, target, run))
+    while waiting:
+        yield waiting.popleft().result()
+        for case in islice(cases, 1):
+            waiting.append(pool.submit(run_case, case, target, run))
+
+
+def _start_worker(cores: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    os.environ["OPROJ_THREADS"] = str(cores)
+    torch.set_num_threads(cores)
+
+
+@lru_cache(maxsize=None)
+def _implementation(target: Target, arch: str) -> Implementation:
+    return target.build(arch)
+
+
+def _row(case: Case, implementation: Implementation, run: Run, result: StageResult) -> Row:
+    comparison, arch = result.comparison, get_arch(case.arch)
+    histogram = comparison.ulp_histogram
+    return make_row(
+        **dataclasses.asdict(run), arch=case.arch, engine=engine_name(implementation),
+        implementation=implementation.name, stage=result.stage, oracle=result.oracle,
+        evidence=arch.evidence(result.stage), preset=case.preset, tp_size=case.tp_size, tp_rank=case.tp_rank,
+        tokens=case.tokens, family=case.family, variant=case.variant, case_id=case.id, case=case.to_json(),
+        compared=comparison.compared, mismatched=comparison.mismatched, margin_max=comparison.margin_max,
+        margin_p999=comparison.margin_p999, margin_p50=comparison.margin_p50,
+        rms_rel_error=comparison.rms_rel_error, signed_bias=comparison.signed_bias, calc_diff=comparison.calc_diff,
+        sqnr_db=comparison.sqnr_db, ulp_max=comparison.ulp_max,
+        ulp_histogram=json.dumps({str(k): v for k, v in histogram.items()}) if histogram else "",
+        first_bad=comparison.first_bad.to_json() if comparison.first_bad else "", seconds=result.seconds,
+        verdict=result.verdict.status, reason=result.verdict.reason, versions=_versions(implementation),
+    )
+
+
+def engine_name(implementation: Implementation) -> str:
+    """Which engine did the arithmetic; 'own' for an implementation that has none of ours."""
+    engine = getattr(implementation, "engine", None)
+    return engine.name if engine is not None else OWN_ENGINE
+
+
+def _versions(implementation: Implementation) -> str:
+    """JSON of what computed the numbers."""
+    engine = getattr(implementation, "engine", None)
+    versions = {
+        "oproj": oproj.__version__, "python": platform.python_version(), "torch": torch.__version__,
+        "numpy": np.__version__, "system": f"{platform.system()} {platform.machine()}",
+    }
+    described = engine.describe() if engine is not None else {}
+    versions |= {name: str(value) for name, value in described.items() if value is not None and name != "arch"}
+    return json.dumps(versions, sort_keys=True)
+
+

@@ -1,0 +1,292 @@
+"""The stages of one Case, each judged alone on inputs that are the same for both sides.
+
+quantize, then wo_a on the codes the implementation itself emitted, then wo_b on its own z, the sum over ranks, and the
+whole chain. A fault so shows in the stage that has it and in `o_proj`, and not in the stages behind it. Where a stage
+gives nothing usable, the next one is fed the software engine's result instead.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from conformance import bounds
+from conformance.case import Case
+from conformance.compare import Comparison, compare_bits, compare_values, layout_problem, merge
+from conformance.families import Stream
+from conformance.implementation import Implementation, inherits, is_the_model
+from conformance.inputs import build, move
+from conformance.judge import FAIL, NOT_APPLICABLE, Verdict, judge
+from conformance.operands import NotApplicable
+from conformance.truth import Truth
+from oproj.activation import QuantizedActivation, empty_scales, empty_values, scale_columns, unpack_ue8m0
+
+CPU = torch.device("cpu")
+ITSELF = "the software engine is the model itself"
+NO_ORDER = "the order of a BF16 product is the library's own"
+NO_SUM_ORDER = "the order of a sum over ranks is the collective's own"
+_POISON_CODE, _POISON_FP32, _POISON_WORD = 0x7E, 2.0**100, 0x7E7E7E7E  # 448, and scales far from any live one
+_Figures = tuple[str, Comparison, Verdict]
+
+
+@dataclass(frozen=True)
+class StageResult:
+    """One comparison of one stage under one oracle, with its verdict and the seconds it took."""
+
+    stage: str
+    oracle: str
+    comparison: Comparison
+    verdict: Verdict
+    seconds: float
+
+
+def run_stages(case: Case, implementation: Implementation) -> list[StageResult]:
+    """All comparisons of ``case``, in the order of the stages. An implementation that raises fails; nothing escapes."""
+    started = time.perf_counter()
+    results = []
+    for stage, (oracle, comparison, verdict) in _Bench(case, implementation).stages():
+        now = time.perf_counter()
+        results.append(StageResult(stage, oracle, comparison, verdict, now - started))
+        started = now
+    return results
+
+
+class _Bench:
+    """One Case on one implementation."""
+
+    def __init__(self, case: Case, implementation: Implementation) -> None:
+        self.case, self.config, self.implementation = case, case.config, implementation
+        self.device = torch.device(getattr(implementation, "device", CPU))
+        self.inputs = build(case)
+        self.on_device = self.inputs.to(self.device)
+        self.truth = Truth(self.inputs)
+
+    def stages(self) -> Iterator[tuple[str, _Figures]]:
+        x, results = self.quantize()
+        yield from (("quantize", result) for result in results)
+        z, results = self.wo_a(x)
+        yield from (("wo_a", result) for result in results)
+        yield from (("wo_b", result) for result in self.wo_b(z))
+        if self.case.tp_size > 1:
+            yield from (("reduce", result) for result in self.reduce())
+        yield from (("o_proj", result) for result in self.o_proj(x, z))
+
+    # Stages
+
+    def quantize(self) -> tuple[QuantizedActivation, Iterator[_Figures]]:
+        """The activation that goes on, and the results."""
+        here, truth = self.on_device, self.truth
+        got, problem = self.call("quantize", here.o, here.positions, here.cos_sin_cache)
+        x = None if problem else _activation(got)
+        problem = problem or self.activation_problem(x)
+        if problem or x is None:
+            return truth.model_x, _failed(problem, "bits", "bound")
+        return x, self.judge_quantize(x)
+
+    def judge_quantize(self, x: QuantizedActivation) -> Iterator[_Figures]:
+        truth, elements = self.truth, x.data.numel()
+        scales = x.scale.numel() * (4 if x.scale.dtype == torch.int32 else 1) if truth.fp8 else 0
+        yield self.bits(
+            "quantize", elements + scales,
+            lambda: merge(
+                [compare_bits(x.data, truth.model_x.data, "codes")]
+                + ([compare_bits(_plain(x.scale), _plain(truth.model_x.scale), "scales")] if truth.fp8 else [])
+            ),
+        )
+        oracle, comparison, verdict = self.bound(
+            "bound", elements, lambda: (truth.x_values(x), truth.x, truth.x_bound(x)), "x", x.data
+        )
+        if verdict.status == NOT_APPLICABLE and elements:
+            # Inputs are finite, so a clamped code or an unusable scale is the quantiser's own doing.
+            verdict = Verdict(FAIL, verdict.reason)
+        yield oracle, comparison, verdict
+
+    def wo_a(self, x: QuantizedActivation) -> tuple[torch.Tensor, Iterator[_Figures]]:
+        """The z that goes on, and the results."""
+        got, problem = self.call("wo_a", self.with_slots(x), self.on_device.weights)
+        z = _on_cpu(got)
+        tokens, config = self.case.tokens, self.config
+        problem = problem or layout_problem("z", z, _bf16(tokens, config.n_groups, config.o_lora_rank))
+        if problem:
+            return self.truth.model_z(x), _failed(problem, "bits", "bound", "format")
+        return z, self.judge_wo_a(x, z)
+
+    def judge_wo_a(self, x: QuantizedActivation, z: torch.Tensor) -> Iterator[_Figures]:
+        truth, elements = self.truth, z.numel()
+        if truth.fp8:
+            yield self.bits("wo_a", elements, lambda: compare_bits(z, truth.model_z(x), "z"))
+        else:
+            yield "bits", Comparison(), Verdict(NOT_APPLICABLE, NO_ORDER)
+        yield self.bound("bound", elements, lambda: (z, truth.z_consumed(x), truth.z_bound(x, z)), "z")
+        yield self.bound(
+            "format", elements, lambda: (z, truth.z, truth.z_format_bound(x, z)), "z"
+        )
+
+    def wo_b(self, z: torch.Tensor) -> Iterator[_Figures]:
+        """Results of wo_b on ``z``."""
+        got, problem = self.call("wo_b", move(z, self.device), self.on_device.weights)
+        y = _on_cpu(got)
+        problem = problem or layout_problem("y", y, _bf16(self.case.tokens, self.config.hidden_size))
+        if problem:
+            yield from _failed(problem, "bits", "bound", "format")
+            return
+        truth, elements = self.truth, y.numel()
+        codes = truth.consumed_by_wo_b(z)
+        yield self.bits("wo_b", elements, lambda: compare_bits(y, truth.model_y(z), "y"))
+        yield self.bound("bound", elements, lambda: (y, truth.y_consumed(codes), truth.y_bound(codes, y)), "y")
+        yield self.bound(
+            "format", elements,
+            lambda: (
+                y, truth.y_of(z), truth.y_format_bound(z, torch.zeros_like(z).double(), codes, truth.y_bound(codes, y)),
+            ),
+            "y",
+        )
+
+    def reduce(self) -> Iterator[_Figures]:
+        """Results of the sum over ranks, on partials of every rank that no other stage had a hand in."""
+        shape = (self.case.tokens, self.config.hidden_size)
+        partials = [
+            torch.from_numpy(Stream(self.case.seed, "partials", rank).bell("y", shape)).bfloat16()
+            for rank in range(self.case.tp_size)
+        ]
+        got, problem = self.call("reduce", [move(partial, self.device) for partial in partials])
+        y = _on_cpu(got)
+        problem = problem or layout_problem("y", y, _bf16(*shape))
+        if problem:
+            yield from _failed(problem, "bits", "bound")
+            return
+        yield "bits", Comparison(), Verdict(NOT_APPLICABLE, NO_SUM_ORDER)
+        stacked = torch.stack(partials).double()
+        default = "fp32" if inherits(self.implementation, "reduce") else "bf16"
+        kind = getattr(self.implementation, "reduction", default)
+        yield self.bound(
+            "bound", y.numel(), lambda: (y, stacked.sum(0), bounds.tp_reduction_bound(stacked, kind)), "y"
+        )
+
+    def o_proj(self, x: QuantizedActivation, z: torch.Tensor) -> Iterator[_Figures]:
+        """Results end to end. The format bound takes the scales of ``x`` and of ``z``, as a chain of the stages does;
+        of an ``o_proj`` that is the implementation's own it takes the software engine's."""
+        here, truth = self.on_device, self.truth
+        got, problem = self.call("o_proj", here.o, here.positions, here.cos_sin_cache, here.weights)
+        y = _on_cpu(got)
+        problem = problem or layout_problem("y", y, _bf16(self.case.tokens, self.config.hidden_size))
+        if problem:
+            yield from _failed(problem, "bits", "format")
+            return
+        if truth.fp8:
+            yield self.bits(
+                "o_proj", y.numel(), lambda: compare_bits(y, truth.model_y(truth.model_z(truth.model_x)), "y")
+            )
+        else:
+            yield "bits", Comparison(), Verdict(NOT_APPLICABLE, NO_ORDER)
+        if not inherits(self.implementation, "o_proj"):
+            x, z = truth.model_x, truth.model_z(truth.model_x)
+        yield self.bound("format", y.numel(), lambda: (y, truth.y_of(truth.z), self.chain_bound(x, z, y)), "y")
+
+    def chain_bound(self, x: QuantizedActivation, z: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """Bound on ``y`` against the float64 chain: the format bound of z through wo_b's own."""
+        truth = self.truth
+        codes = truth.consumed_by_wo_b(z)
+        return truth.y_format_bound(truth.z, truth.z_format_bound(x, z), codes, truth.y_bound(codes, y))
+
+    # Oracles
+
+    def bits(self, stage: str, expected: int, compare: Callable[[], Comparison]) -> _Figures:
+        """The bits tier; the software engine is not its own judge."""
+        if is_the_model(self.implementation, stage):
+            return "bits", Comparison(), Verdict(NOT_APPLICABLE, ITSELF)
+        comparison = compare()
+        return "bits", comparison, judge(comparison, "bits", expected=expected)
+
+    def bound(
+        self, oracle: str, expected: int, values: Callable[[], tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
+        name: str, codes: torch.Tensor | None = None,
+    ) -> _Figures:
+        """A tier with margins: ``values`` gives got, want and bound. Outside a bound's hypothesis nothing is judged."""
+        if expected == 0:
+            return oracle, Comparison(), judge(Comparison(), oracle, expected=0)
+        try:
+            got, want, bound = values()
+        except NotApplicable as error:
+            return oracle, Comparison(), Verdict(NOT_APPLICABLE, str(error))
+        comparison = compare_values(got, want, bound, name)
+        if oracle == "format":  # quantisation moves small results across zero, where steps count everything
+            comparison = dataclasses.replace(comparison, ulp_max=float("nan"), ulp_histogram={})
+        if comparison.first_bad and codes is not None and codes.element_size() == 1:
+            code = int(codes.view(torch.uint8)[comparison.first_bad.at])
+            named = dataclasses.replace(comparison.first_bad, got=f"0x{code:02x}", want="")
+            comparison = dataclasses.replace(comparison, first_bad=named)
+        return oracle, comparison, judge(comparison, oracle, expected=expected)
+
+    # Calls
+
+    def call(self, stage: str, *arguments: Any) -> tuple[Any, str]:
+        """What the implementation returns, or why it did not return."""
+        try:
+            return getattr(self.implementation, stage)(*arguments, config=self.config), ""
+        except Exception as error:  # any failure of the code under test is a result, and the run goes on
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            place = f"{where.filename.rpartition('/')[2]}:{where.lineno}"
+            return None, f"{stage} raised {type(error).__name__} at {place}: {error}"
+
+    def activation_problem(self, x: QuantizedActivation | None) -> str:
+        """'' where data and scale have the shape, dtype and strides that the consumer's kernel addresses."""
+        if x is None:
+            return "quantize returned no data and scale"
+        tokens, config, truth = self.case.tokens, self.config, self.truth
+        dtype = torch.float8_e4m3fn if truth.fp8 else torch.bfloat16
+        values = empty_values(tokens, config.n_groups, config.group_k, dtype)
+        problem = layout_problem("codes", x.data, values, strides=True)
+        if problem or not truth.fp8:
+            return problem
+        packed = truth.arch.tma_aligned_scales
+        scales = empty_scales(
+            tokens, config.n_groups, scale_columns(config.group_k, truth.block, packed), packed
+        )
+        return layout_problem("scales", x.scale, scales, strides=True)
+
+    def with_slots(self, x: QuantizedActivation) -> QuantizedActivation:
+        """``x`` on the device, in a buffer with the Case's dead slots behind the live ones, full of poison."""
+        slots = self.case.padding_slots
+        if not (slots and self.truth.fp8):
+            return QuantizedActivation(move(x.data, self.device), move(x.scale, self.device))
+        tokens, groups, k = x.data.shape
+        packed = x.scale.dtype == torch.int32
+        data = empty_values(tokens, groups + slots, k, torch.float8_e4m3fn)
+        scale = empty_scales(tokens, groups + slots, x.scale.shape[2], packed)
+        data.view(torch.uint8).fill_(_POISON_CODE)
+        scale.fill_(_POISON_WORD if packed else _POISON_FP32)
+        data[:, :groups], scale[:, :groups] = x.data, x.scale
+        return QuantizedActivation(move(data, self.device), move(scale, self.device))
+
+
+def _failed(problem: str, *oracles: str) -> Iterator[_Figures]:
+    for oracle in oracles:
+        yield oracle, Comparison(problem=problem), Verdict(FAIL, problem)
+
+
+def _activation(got: Any) -> QuantizedActivation | None:
+    data, scale = getattr(got, "data", None), getattr(got, "scale", None)
+    if not isinstance(data, torch.Tensor) or not isinstance(scale, torch.Tensor):
+        return None
+    return QuantizedActivation(_on_cpu(data), _on_cpu(scale))
+
+
+def _on_cpu(got: Any) -> Any:
+    return move(got.detach(), CPU) if isinstance(got, torch.Tensor) else got
+
+
+def _bf16(*shape: int) -> torch.Tensor:
+    """A tensor without storage of its own that says which shape and dtype are right."""
+    return torch.empty(shape, dtype=torch.bfloat16, device="meta")
+
+
+def _plain(scale: torch.Tensor) -> torch.Tensor:
+    """Scales with one element per block: FP32, or UE8M0 bytes of packed words."""
+    return unpack_ue8m0(scale) if scale.dtype == torch.int32 else scale
