@@ -125,7 +125,8 @@ def sort_rows(table: pd.DataFrame, keys: Sequence[str]) -> pd.DataFrame:
     for key in keys:
         if isinstance(table[key].dtype, pd.CategoricalDtype):
             table[key] = table[key].astype(object)
-    order = sorted(range(len(table)), key=lambda i: [_rank(key, table[key].iloc[i]) for key in keys])
+    ranks = list(zip(*([_rank(key, value) for value in table[key]] for key in keys)))
+    order = sorted(range(len(table)), key=ranks.__getitem__)
     return table.iloc[order].reset_index(drop=True)
 
 

@@ -38,14 +38,17 @@ def baseline_frame(df: pd.DataFrame) -> pd.DataFrame:
 
     Raises: RowsError where `df` is not a frame of rows.
     """
-    groups = aggregate(validate(df), KEYS)
-    applies = groups["verdict"] != "not applicable"
-    return groups.loc[applies, list(BASELINE_COLUMNS)].reset_index(drop=True)
+    return combinations(df)[list(BASELINE_COLUMNS)]
 
 
-def nothing_compared(df: pd.DataFrame) -> list[str]:
-    """The combinations of `KEYS` whose oracle applies and that compared nothing, in words."""
+def combinations(df: pd.DataFrame) -> pd.DataFrame:
+    """`baseline_frame` with all columns of `aggregate`, its verdict among them."""
     groups = aggregate(validate(df), KEYS)
+    return groups[groups["verdict"] != "not applicable"].reset_index(drop=True)
+
+
+def nothing_compared(groups: pd.DataFrame) -> list[str]:
+    """Those of `combinations` that compared nothing, in words."""
     return [where(row) for row in groups[groups["verdict"] == NOTHING].to_dict("records")]
 
 
@@ -65,8 +68,9 @@ def write_baselines(df: pd.DataFrame, directory: str | os.PathLike[str], reason:
     """
     if not reason.strip():
         raise ValueError(f"reason must say why the baselines change, got {reason!r}")
-    _refuse_bad_run(df)
-    rows = baseline_frame(df)
+    rows = combinations(df)
+    _refuse_bad_run(df, rows)
+    rows = rows[list(BASELINE_COLUMNS)]
     names = [_file_name(arch, engine) for arch, engine in zip(rows["arch"], rows["engine"])]
     texts = {name: _to_csv(rows[[other == name for other in names]]) for name in dict.fromkeys(names)}
     folder = Path(directory)
@@ -75,15 +79,15 @@ def write_baselines(df: pd.DataFrame, directory: str | os.PathLike[str], reason:
     return paths
 
 
-def _refuse_bad_run(df: pd.DataFrame) -> None:
-    faults = row_faults(validate(df))
+def _refuse_bad_run(df: pd.DataFrame, groups: pd.DataFrame) -> None:
+    faults = row_faults(df)
     bad = df[faults != ""]
     if len(bad):
         first = f"{where(bad.iloc[0])}, case {bad['case_id'].iloc[0]}: {faults[faults != ''].iloc[0]}"
         raise ValueError(f"no baseline from a run with {len(bad)} failed row(s); the first: {first}")
     if df.loc[df["verdict"].isin(JUDGED), "compared"].sum() == 0:
         raise ValueError("no baseline from a run that compared nothing")
-    empty = nothing_compared(df)
+    empty = nothing_compared(groups)
     if empty:
         raise ValueError(f"no baseline from a run that compared nothing in: {empty[0]} (and {len(empty) - 1} more)")
 

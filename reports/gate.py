@@ -10,18 +10,21 @@ import math
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from decimal import ROUND_DOWN, ROUND_HALF_EVEN, Context, Decimal
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
 from .aggregate import row_faults
-from .baseline import FLOATS, KEYS, baseline_frame, nothing_compared, read_baseline, where
+from .baseline import FLOATS, KEYS, combinations, nothing_compared, read_baseline, where
 from .columns import JUDGED, RowsError
 from .schema import validate
 
 PASSED, REGRESSED, BAD_INPUT, NOTHING_COMPARED = 0, 1, 2, 4
 _SIGNIFICANT = 6
+# Between the largest float64 and the last digit of the smallest.
+_EVERY_DIGIT = Context(prec=700)
 _ONE_ROW = ["run_id", "arch", "engine", "implementation", "stage", "oracle", "case_id"]
 
 Row = dict[str, Any]
@@ -75,12 +78,13 @@ def gate(
     faults = row_faults(df)
     compared = int(df.loc[df["verdict"].isin(JUDGED), "compared"].sum())
     problems = [] if compared else ["nothing was compared"]
-    problems += [f"{text}: nothing compared" for text in nothing_compared(df)]
+    groups = combinations(df)
+    problems += [f"{text}: nothing compared" for text in nothing_compared(groups)]
     problems += _failed_rows(df, faults)
     problems += _repeated_rows(df)
     problems += _other_engine(df, expected_engine)
     problems += _absent_archs(df, expected_archs)
-    against, improvements = _against_baselines(_by_key(baseline_frame(df)), base)
+    against, improvements = _against_baselines(_by_key(groups), base)
     return GateResult(problems + against, improvements, compared=compared, failed=int((faults != "").sum()))
 
 
@@ -150,40 +154,47 @@ def _against_baselines(run: Rows, base: Rows) -> tuple[list[str], list[str]]:
 
 
 def _compare(new: Row, old: Row) -> tuple[list[str], list[str]]:
-    worse, better = [], []
+    """What is worse and what is better in one combination."""
+    worse: list[str] = []
+    better: list[str] = []
     # On hardware the order of a reduction may be free, so its figures move from run to run: there the rows'
     # own rule (each margin at most 1) and the counts decide. The software engine is deterministic.
     floats = FLOATS if new["engine"] == "software" else ()
     for name in ("mismatched", "compared", *floats):
+        sign = _sign(name, new, old)
         # More compared is better, more of anything else is worse.
-        a, b = _comparable(name, new[name], old), _comparable(name, old[name], old)
-        if name == "compared":
-            a, b = -a, -b
-        change = f"{name} {new[name]!r}, the baseline has {old[name]!r}"
-        if math.isnan(a) and math.isnan(b):
-            continue
-        if not a <= b:
-            worse.append(f"worse {change}")
-        elif a < b:
-            better.append(f"better {change}")
+        word = {0: "", 1: "worse", -1: "better"}[-sign if name == "compared" else sign]
+        if word:
+            line = f"{word} {name} {new[name]!r}, the baseline has {old[name]!r}"
+            (worse if word == "worse" else better).append(line)
     return worse, better
 
 
-def _comparable(name: str, value: Any, old: Row) -> Any:
-    """A figure rounded so far that only the engine can have changed it.
+def _sign(name: str, new: Row, old: Row) -> int:
+    """1 where the size of a figure grew, -1 where it shrank, 0 where it is the same; NaN on one side is growth.
 
     The software engine gives the same bits everywhere, but the float64 reference beside it is a BLAS product,
     whose summation order differs by machine and thread count and moves its last bits. So figures are compared
-    with 6 significant digits of the baseline's text; a bias, which may be the small rest of errors that cancel,
-    at the decimal place of the sixth digit of the RMS error, the size of what cancelled.
+    by their decimal text with 6 significant digits of the baseline's; a bias, which may be the small rest of
+    errors that cancel, down to the place of the sixth digit of the RMS error, the size of what cancelled.
+
+    Both the rounded and the truncated text must have moved: a figure at the edge of one of them (a power of two
+    often is) would change it by its last bit, and it cannot be at the edge of both.
     """
-    if name not in FLOATS or math.isnan(value):
-        return value
-    size = old["rms_rel_error"] if name == "signed_bias" else old[name]
-    if math.isnan(size) or math.isinf(size) or size == 0:
-        size = old[name]
-    magnitude = abs(value)
-    if math.isnan(size) or math.isinf(size) or size == 0 or math.isinf(magnitude):
-        return magnitude
-    exponent = int(f"{size:.{_SIGNIFICANT - 1}e}".partition("e")[2])
-    return round(magnitude, _SIGNIFICANT - 1 - exponent)
+    a, b = new[name], old[name]
+    if math.isnan(a) or math.isnan(b):
+        return int(math.isnan(a) != math.isnan(b))
+    a, b = abs(a), abs(b)
+    if name in FLOATS:
+        sizes = [old["rms_rel_error"], b] if name == "signed_bias" else [b]
+        size = next((size for size in sizes if size > 0 and math.isfinite(size)), None)
+        if size is not None and math.isfinite(a):
+            signs = {_text_sign(a, b, size, rounding) for rounding in (ROUND_HALF_EVEN, ROUND_DOWN)}
+            return signs.pop() if len(signs) == 1 else 0
+    return int(a > b) - int(a < b)
+
+
+def _text_sign(a: float, b: float, size: float, rounding: str) -> int:
+    unit = Decimal(1).scaleb(Decimal(size).adjusted() - _SIGNIFICANT + 1)
+    a_text, b_text = (Decimal(value).quantize(unit, rounding, _EVERY_DIGIT) for value in (a, b))
+    return int(a_text > b_text) - int(a_text < b_text)

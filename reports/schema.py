@@ -9,7 +9,7 @@ import json
 import math
 import operator
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -131,9 +131,10 @@ def _check_json(name: str, text: str) -> None:
         raise ValueError(f"case must be one line of JSON, got {text!r}")
 
 
-def from_rows(rows: Iterable[dict[str, Any]]) -> pd.DataFrame:
-    """Rows of `make_row` as one frame with the dtypes of `COLUMNS`."""
-    return from_arrow(pa.Table.from_pylist(list(rows), schema=ARROW_SCHEMA))
+def from_rows(rows: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
+    """Rows of `make_row`, checked again, as one frame with the dtypes of `COLUMNS`."""
+    checked = [make_row(**row) for row in rows]
+    return from_arrow(pa.Table.from_pylist(checked, schema=ARROW_SCHEMA))
 
 
 def empty_frame() -> pd.DataFrame:

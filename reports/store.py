@@ -160,11 +160,19 @@ def _read_part(path: Path) -> pa.Table:
 
 def _read_parquet(path: Path) -> pa.Table:
     try:
-        # Parts are small: Arrow's own threads cost more than they give (measured on 1000 parts of 1000 rows).
-        with pq.ParquetFile(path, read_dictionary=_CATEGORIES) as file:
+        with _open_parquet(path) as file:
+            # Parts are small: Arrow's own threads cost more than they give (measured: 1000 parts of 1000 rows).
             return file.read(use_threads=False)
     except (pa.ArrowException, OSError) as error:
         raise RowsError(f"{path}: truncated or not a Parquet file: {error}") from error
+
+
+def _open_parquet(path: Path) -> pq.ParquetFile:
+    try:
+        return pq.ParquetFile(path, read_dictionary=_CATEGORIES)
+    except KeyError:
+        # A text column is missing; `validate` says which.
+        return pq.ParquetFile(path)
 
 
 def _read_csv(path: Path) -> pa.Table:

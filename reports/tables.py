@@ -122,13 +122,19 @@ def environment(df: pd.DataFrame) -> dict[str, str]:
         "git revision": set(df["git_revision"].unique()),
     }
     for text in df["versions"].unique():
-        try:
-            versions = dict(json.loads(text))
-        except (ValueError, TypeError):
-            raise RowsError(f"column versions must hold JSON objects, it also has {text!r}") from None
+        versions = _json(text)
+        if not isinstance(versions, dict):
+            raise RowsError(f"column versions must hold JSON objects, it also has {text!r}")
         for name, value in versions.items():
             found.setdefault(name, set()).add(_version_text(value))
     return {name: ", ".join(sorted(values)) for name, values in found.items()}
+
+
+def _json(text: str) -> object:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return None
 
 
 def _version_text(value: object) -> str:
