@@ -1,15 +1,13 @@
 """Derived error bounds: the only tolerances of the project.
 
-Every function returns, per element, a number that a correct implementation cannot exceed, in float64; its docstring
-is the inequality with its source. Outside the hypothesis it raises ``NotApplicable`` (a ``ValueError``) naming the
+Every function returns, per element, a float64 number that a correct implementation cannot exceed; its docstring is
+the inequality with its source. Outside the hypothesis it raises ``NotApplicable`` (a ``ValueError``) naming the
 element: a bound is never loosened to fit. An element fails when ``not (abs(error) / bound <= 1)``.
 
 Sources: T-FDPA = MMA-Sim, arXiv 2511.10909, and Khattak & Mikaitis, arXiv 2512.07004; chains = DeepGEMM 54e2261;
 gamma_n and any-order sums = Higham, Accuracy and Stability of Numerical Algorithms, ch. 3; block FMA = Blanchard,
 Higham, Lopez, Mary, Pranesh, SISC 42(3), 2020. The textbook FP32 bound gamma_32(2^-24) * sum|ab| is *violated* by
-2,893 of 5,000 published H100 outputs (MATLAB-tensor-core vectors), hence these.
-
-Notation: u = 2^-24 (FP32), 2^-8 (BF16), 2^-4 (e4m3) round to nearest; A = sum of |products|.
+2,893 of 5,000 published H100 outputs (MATLAB-tensor-core vectors), hence these. A = sum of |products|.
 """
 
 from __future__ import annotations
@@ -50,7 +48,7 @@ def half_ulp_bf16(x: Any) -> torch.Tensor:
 
     Also valid with ``bf16(x)`` in place of ``x``: rounding never moves x below its own binade. Float64, shape of ``x``.
     """
-    return torch.from_numpy(_half_ulp(to_float64(x, "x")))
+    return torch.as_tensor(_half_ulp(to_float64(x, "x")))
 
 
 def _half_ulp(x: np.ndarray) -> np.ndarray:
@@ -86,15 +84,15 @@ def grouped_gemm_bound(
     Returns float64 ``[T, G, R]``. Raises ``NotApplicable`` for NaN codes, unusable scales, overflow, K off the
     granularity, no output; ``ValueError``/``TypeError`` for bad arguments.
     """
-    arch = get_arch(arch)
+    arch, to_bf16 = get_arch(arch), _rounds(output)
     operands = gemm_operands(arch, a_codes, a_scales, w_codes, w_scales, gran_k)
     run = running_bound(arch, operands, fused=fused, threads=threads)
-    limit = BF16_OVERFLOW if _rounds(output) else np.inf
-    refuse_where(~(np.abs(run.result) < limit), "z", run.result, "(of the model) overflows: no bound holds")
+    over = ~(np.abs(run.result) < (BF16_OVERFLOW if to_bf16 else np.inf))
+    refuse_where(over, "z", run.result, "(of the model) overflows: no bound holds")
     bound = run.bound + gamma(operands.depth, U64) * run.magnitude
-    if _rounds(output):
+    if to_bf16:
         bound += _half_ulp(_larger(np.abs(run.result), z_hat))
-    return torch.from_numpy(bound * F64_SLACK)
+    return torch.as_tensor(bound * F64_SLACK)
 
 
 def _larger(size: np.ndarray, z_hat: Any) -> np.ndarray:
@@ -140,15 +138,15 @@ def apriori_bound(
     ``kappa``: 1, 8 or 64; default, per output, what the codes need. Arguments and errors as ``grouped_gemm_bound``;
     a ``kappa`` too small for the codes raises ``NotApplicable``.
     """
-    arch = get_arch(arch)
+    arch, to_bf16 = get_arch(arch), _rounds(output)
     operands = gemm_operands(arch, a_codes, a_scales, w_codes, w_scales, gran_k)
     bound = np.empty(operands.shape)
     for group in range(operands.shape[1]):
         exact, arithmetic, magnitude = apriori_group(arch, operands, group, kappa)
         refuse_where(~(magnitude + arithmetic < BF16_OVERFLOW), f"A of group {group}", magnitude, "may overflow")
         error = arithmetic + gamma(operands.depth, U64) * magnitude
-        bound[:, group] = error + (_half_ulp(np.abs(exact) + error * F64_SLACK) if _rounds(output) else 0.0)
-    return torch.from_numpy(bound * F64_SLACK)
+        bound[:, group] = error + (_half_ulp(np.abs(exact) + error * F64_SLACK) if to_bf16 else 0.0)
+    return torch.as_tensor(bound * F64_SLACK)
 
 
 def _rounds(output: str) -> bool:
@@ -174,7 +172,7 @@ def bf16_gemm_bound(a: Any, w: Any, *, result: Any = None) -> torch.Tensor:
     error = (gamma(depth, 2.0**-23) + gamma(depth, U64)) * magnitude + flushed
     refuse_where(~(magnitude + error < BF16_OVERFLOW), "A", magnitude, "may overflow")
     size = np.abs(a64 @ w64) + error * F64_SLACK
-    return torch.from_numpy((error + _half_ulp(_larger(size, result))) * F64_SLACK)
+    return torch.as_tensor((error + _half_ulp(_larger(size, result))) * F64_SLACK)
 
 
 def inverse_rope_bound(
@@ -209,7 +207,7 @@ def inverse_rope_bound(
         error = U32 * (charged * (1 + U32) + size) + 2.0**-50 * products + 2.0**-148
         refuse_where(~(size + error < F32_OVERFLOW), "y", size, "overflows FP32")
         bound[..., first + lane :: 2] = error + (_half_ulp(size + error) if _rounds(output) else 0.0)
-    return torch.from_numpy(bound * F64_SLACK)
+    return torch.as_tensor(bound * F64_SLACK)
 
 
 def quantize_bound(y: Any, scale: Any, slack: Any = 0.0) -> torch.Tensor:
@@ -228,12 +226,14 @@ def quantize_bound(y: Any, scale: Any, slack: Any = 0.0) -> torch.Tensor:
     if per_block.shape[-1] == 0 or size.shape[-1] % per_block.shape[-1]:
         raise ValueError(f"scale {per_block.shape} must hold [..., K/block] scales for K={size.shape[-1]}")
     scales = np.repeat(per_block, size.shape[-1] // per_block.shape[-1], axis=-1)
-    margin, largest = finite_float64(slack, "slack"), size + finite_float64(slack, "slack")
+    margin = finite_float64(slack, "slack")
+    refuse_where(margin < 0, "slack", margin, "is negative")
+    largest = size + margin
     quotient = np.where(np.frexp(scales)[0] == 0.5, 0.0, QUOTIENT)
     refuse_where(size - margin > E4M3_MAX * scales * (1 + quotient), "|y|", size, "exceeds 448 * scale: it clamps")
     step = np.maximum(E4M3_RELATIVE * largest, E4M3_ABSOLUTE * scales)
     step = np.maximum(step, largest - E4M3_MAX * scales)
-    return torch.from_numpy((step + quotient * largest + margin) * F64_SLACK)
+    return torch.as_tensor((step + quotient * largest + margin) * F64_SLACK)
 
 
 def format_bound_z(
@@ -254,7 +254,7 @@ def format_bound_z(
     for group in range(bound.shape[1]):
         step = quantize_bound(y64[:, group], operands.activation_scales(group), slacks[:, group]).numpy()
         bound[:, group] += step @ np.abs(operands.weights(group)).T
-    return torch.from_numpy(bound * F64_SLACK)
+    return torch.as_tensor(bound * F64_SLACK)
 
 
 def format_bound_y(
@@ -266,10 +266,8 @@ def format_bound_y(
     beside wo_b's own quantisation and arithmetic. z, z_bound ``[M, K]``; scales and weights as in ``gemm_bound``,
     gemm ``[M, N]`` on the codes consumed. Returns float64 ``[M, N]``.
     """
-    z64, slack = finite_float64(z, "z")[:, None], finite_float64(z_bound, "z_bound")[:, None]
-    gemm64 = finite_float64(gemm, "gemm")[:, None]
-    weight = (w_codes[None], w_scales[None])
-    return format_bound_z(arch, z64, z_scales[:, None], *weight, gemm64, slack=slack, **options)[:, 0]
+    weight, slack = (w_codes[None], w_scales[None]), z_bound[:, None]
+    return format_bound_z(arch, z[:, None], z_scales[:, None], *weight, gemm[:, None], slack=slack, **options)[:, 0]
 
 
 def tp_reduction_bound(partials: Any, kind: Reduction, *, partial_bounds: Any = 0.0) -> torch.Tensor:
@@ -297,4 +295,4 @@ def tp_reduction_bound(partials: Any, kind: Reduction, *, partial_bounds: Any = 
         bound = bound + added
         if kind == "fp32":
             bound = bound + _half_ulp(np.abs(p.sum(0)) + added * F64_SLACK)
-    return torch.from_numpy(np.asarray(bound * F64_SLACK))
+    return torch.as_tensor(bound * F64_SLACK)

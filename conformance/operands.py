@@ -45,7 +45,7 @@ def to_numpy(x: Any, name: str) -> np.ndarray:
 
 
 def to_float64(x: Any, name: str) -> np.ndarray:
-    """Values in float64, exact; any floating dtype of torch or NumPy, or plain numbers."""
+    """Values in float64, exact: any dtype of torch or NumPy, or plain numbers."""
     if isinstance(x, torch.Tensor) and x.is_floating_point():
         x = x.double()
     return np.asarray(to_numpy(x, name), dtype=np.float64)

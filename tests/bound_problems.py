@@ -15,6 +15,7 @@ from oproj.arch import ARCHS
 ONE = 0x38
 SUBNORMAL = [*range(1, 8), *range(0x81, 0x88)]
 FINITE = np.array([c for c in range(256) if c & 0x7F != 0x7F], np.uint8)
+E4M3_VALUES = np.array([float(exact.value(c)) if c & 0x7F != 0x7F else np.nan for c in range(256)])
 FAMILIES = ("any", "normal", "subnormal", "positive", "cancelling", "sparse", "breaks_kappa_1")
 
 def codes(rng: np.random.Generator, family: str, shape: tuple[int, ...], other: bool) -> np.ndarray:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import exact_fp8 as exact
 from bound_problems import ONE, Problem, indices, one_step, problem, problems, unit_scales
