@@ -15,7 +15,7 @@ import torch
 from conformance.golden import BLOCK, EINSUM, GEMM, GoldenSet
 from oproj.arch import SM90
 
-FAMILIES = ("normal", "wide", "subnormal", "cancel", "positive", "bits")
+FAMILIES = ("normal", "wide", "subnormal", "cancel", "positive", "bits", "lone_subnormal")
 SCALES = ("unit", "pow2", "general")
 Draw = Callable[[str, np.random.Generator, tuple[int, ...]], np.ndarray]
 ONE, MINUS_ONE, MINUS_ZERO = 0x38, 0xB8, 0x80
@@ -58,7 +58,9 @@ def pair(
     draw: Draw = codes,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Codes of both operands. ``cancel``: the second half of K repeats the first with the sign turned, a tenth
-    of the weights one code off, so that little remains of large sums."""
+    of the weights one code off, so that little remains of large sums. ``lone_subnormal``: see there."""
+    if family == "lone_subnormal":
+        return lone_subnormal(rng, a_shape), lone_subnormal(rng, b_shape, large=True)
     a, b = draw(family, rng, a_shape), draw(family, rng, b_shape)
     if family == "cancel":
         half = a_shape[-1] // 2
@@ -67,6 +69,15 @@ def pair(
         nudge = (rng.random(moved.shape) < 0.1) & ((moved & 0x7F) < 0x7E)
         b[..., half:] = moved + nudge.astype(np.uint8)
     return a, b
+
+
+def lone_subnormal(rng: np.random.Generator, shape: tuple[int, ...], *, large: bool = False) -> np.ndarray:
+    """One subnormal code against a large one (``large``: the large side) leads every 32 products; the others are
+    small normals that only an alignment to the normalised product would keep."""
+    drawn = rng.integers(0x08, 0x18 if large else 0x10, shape, dtype=np.uint8)
+    lead = rng.integers(0x78, 0x7F, shape, dtype=np.uint8) if large else rng.integers(1, 8, shape, dtype=np.uint8)
+    drawn[..., ::32] = lead[..., ::32]
+    return drawn
 
 
 def scales(choice: str, rng: np.random.Generator, shape: tuple[int, ...], spread: int = 9) -> np.ndarray:
