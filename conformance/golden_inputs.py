@@ -54,7 +54,10 @@ def bulk_codes(family: str, rng: np.random.Generator, shape: tuple[int, ...]) ->
 
 
 def pair(
-    family: str, rng: np.random.Generator, a_shape: tuple[int, ...], b_shape: tuple[int, ...],
+    family: str,
+    rng: np.random.Generator,
+    a_shape: tuple[int, ...],
+    b_shape: tuple[int, ...],
     draw: Draw = codes,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Codes of both operands. ``cancel``: the second half of K repeats the first with the sign turned, a tenth

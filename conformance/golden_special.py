@@ -71,8 +71,16 @@ def probes() -> Iterator[GoldenSet]:
     over = [2 - 2.0**-7, 2 - 2.0**-8, 2 - 2.0**-8 - u, 2 - u, 2 - 2.0**-9, 1.0, 4.0, 2.0**-7]
     claim = "BF16 rounding reaches Inf from the tie on; FP32 itself overflows to Inf"
     yield _probe("overflow", claim, [value * up / 2 for value in over], up)
-    ties = [1 + 2.0**-8, 1 + 3 * 2.0**-8, 1 + 2.0**-8 + u, 1 + 2.0**-8 - u, 1 + 2.0**-7, 1 + 5 * 2.0**-8, 1.0,
-            1 + 2.0**-9]
+    ties = [
+        1 + 2.0**-8,
+        1 + 3 * 2.0**-8,
+        1 + 2.0**-8 + u,
+        1 + 2.0**-8 - u,
+        1 + 2.0**-7,
+        1 + 5 * 2.0**-8,
+        1.0,
+        1 + 2.0**-9,
+    ]
     yield _probe("bf16_ties", "the last rounding is to nearest, ties to even", ties, 1.0)
     down = [2.0 ** (power + 64) for power in (-126, -127, -133, -134, -149, -150, -140, -151)]
     claim = "subnormal scale products and results are kept, not flushed"
@@ -82,9 +90,7 @@ def probes() -> Iterator[GoldenSet]:
     yield _probe("subnormal_rounding", claim, odd, 2.0**-74, code=0x7E, live=128)
 
 
-def _probe(
-    name: str, claim: str, activation: list[float], weight: float, code: int = ONE, live: int = 1
-) -> GoldenSet:
+def _probe(name: str, claim: str, activation: list[float], weight: float, code: int = ONE, live: int = 1) -> GoldenSet:
     """Token t has ``code`` at k < ``live`` and the scale product ``activation[t] * weight``.
 
     Columns: +1, -1, 448, -448, 2**-9, -2**-9, 0, and 1 in the second block alone (where token t holds a zero).

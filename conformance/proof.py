@@ -27,8 +27,13 @@ TP_SIZES = (1, 2, 4, 8)
 WO_A_TOKENS = (1, 3, 64, 129, 1000)
 WO_B_TOKENS = (1, 64, 129)
 # (code family, scale choice); the first is what the serving engine's quantiser makes
-WO_A_FAMILIES = (("normal", "pow2"), ("wide", "general"), ("positive", "general"), ("cancel", "general"),
-                 ("bits", "pow2"))
+WO_A_FAMILIES = (
+    ("normal", "pow2"),
+    ("wide", "general"),
+    ("positive", "general"),
+    ("cancel", "general"),
+    ("bits", "pow2"),
+)
 WO_B_FAMILIES = (("normal", "pow2"), ("wide", "general"))
 SPREAD = 3  # scales lie in 2**-3 .. 2**3
 
@@ -84,8 +89,14 @@ class _Inputs:
 
 
 def prove(
-    hardware: Engine, software: Engine, *, budget: float, say: Say = print, models: tuple[str, ...] = MODELS,
-    tp_sizes: tuple[int, ...] = TP_SIZES, wo_a_tokens: tuple[int, ...] = WO_A_TOKENS,
+    hardware: Engine,
+    software: Engine,
+    *,
+    budget: float,
+    say: Say = print,
+    models: tuple[str, ...] = MODELS,
+    tp_sizes: tuple[int, ...] = TP_SIZES,
+    wo_a_tokens: tuple[int, ...] = WO_A_TOKENS,
     wo_b_tokens: tuple[int, ...] = WO_B_TOKENS,
 ) -> list[Cell]:
     """Compare both engines over all cells. A failing cell is reported and the rest goes on; cells that ``budget``
@@ -142,7 +153,11 @@ def _inputs(name: str, family: str, choice: str, a_shape: tuple[int, ...], b_sha
 
 
 def _wo_a(
-    hardware: Engine, software: Engine, config: OProjConfig, cells: list[Cell], family: tuple[str, str],
+    hardware: Engine,
+    software: Engine,
+    config: OProjConfig,
+    cells: list[Cell],
+    family: tuple[str, str],
     tokens: tuple[int, ...],
 ) -> None:
     groups, k, n = config.n_groups, config.group_k, config.o_lora_rank
@@ -159,7 +174,11 @@ def _wo_a(
 
 
 def _wo_b(
-    hardware: Engine, software: Engine, config: OProjConfig, cells: list[Cell], family: tuple[str, str],
+    hardware: Engine,
+    software: Engine,
+    config: OProjConfig,
+    cells: list[Cell],
+    family: tuple[str, str],
     tokens: tuple[int, ...],
 ) -> None:
     for cell in cells:
@@ -215,10 +234,19 @@ def totals(cells: list[Cell]) -> list[dict[str, Any]]:
     rows: dict[tuple[str, str, int], dict[str, Any]] = {}
     for cell in cells:
         key = (cell.stage, cell.model, cell.tp)
-        row = rows.setdefault(key, {
-            "stage": cell.stage, "model": cell.model, "tp": cell.tp, "tokens": cell.tokens, "families": 0,
-            "compared": 0, "mismatched": 0, "failed": 0,
-        })
+        row = rows.setdefault(
+            key,
+            {
+                "stage": cell.stage,
+                "model": cell.model,
+                "tp": cell.tp,
+                "tokens": cell.tokens,
+                "families": 0,
+                "compared": 0,
+                "mismatched": 0,
+                "failed": 0,
+            },
+        )
         row["families"] += 1
         row["compared"] += cell.compared
         row["mismatched"] += cell.mismatched

@@ -77,15 +77,24 @@ def main(out: str | Path, prove: bool = False, *, arch: str | None = None, budge
 
 
 def record(
-    out: Path, hardware: Engine, software: Engine, parts: Iterable[tuple[str, list[GoldenSet]]], *,
-    prove: bool, budget: float = BUDGET, command: str = "", say: proof.Say = print,
+    out: Path,
+    hardware: Engine,
+    software: Engine,
+    parts: Iterable[tuple[str, list[GoldenSet]]],
+    *,
+    prove: bool,
+    budget: float = BUDGET,
+    command: str = "",
+    say: proof.Say = print,
 ) -> int:
     """Run the sets on ``hardware``, compare with ``software``, write the files, print the table; exit code."""
     out.mkdir(parents=True, exist_ok=True)
     described = hardware.describe()
     facts = {
-        "arch": hardware.arch.name, **{key: described.get(key) for key in FACTS},
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"), "command": command,
+        "arch": hardware.arch.name,
+        **{key: described.get(key) for key in FACTS},
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": command,
     }
     done = [_record_part(out, name, sets, hardware, software, facts, say) for name, sets in parts]
     cells = proof.prove(hardware, software, budget=budget, say=say) if prove else []
@@ -118,7 +127,12 @@ def proof_calls() -> set[Call]:
 
 
 def _record_part(
-    out: Path, name: str, sets: list[GoldenSet], hardware: Engine, software: Engine, facts: dict[str, Any],
+    out: Path,
+    name: str,
+    sets: list[GoldenSet],
+    hardware: Engine,
+    software: Engine,
+    facts: dict[str, Any],
     say: proof.Say,
 ) -> Part:
     part = Part(name)
