@@ -32,12 +32,11 @@ CANDIDATES = ("deep_gemm", "vllm.third_party.deep_gemm")
 # (pattern in the error text, what it means). The first match is reported, the error's own text behind it.
 SYMPTOMS: tuple[tuple[str, str], ...] = (
     (r"Dimension specified as -?\d+ but tensor has no dimensions", "built for another torch"),
-    (r"undefined symbol: \S*(c10|at|torch)", "built for another torch"),
+    (r"undefined symbol: \S*(3tvm|TVMFFI)", "built for another apache-tvm-ffi"),
+    (r"undefined symbol: \S*(3c10|2at|5torch|THP|aoti_torch)", "built for another torch"),
     (r"(lib(torch|c10)\S*\.so\S*): cannot open shared object", "built for another torch"),
-    (r"undefined symbol: \S*(tvm|TVMFFI)", "built for another apache-tvm-ffi"),
     (r"No module named '?tvm_ffi", "its dependency apache-tvm-ffi is not installed"),
     (r"lib(cudart|nvrtc|cublas)\S*: cannot open shared object", "built for another CUDA"),
-    (r"find_cuda_home|cuda_home|CUDA_HOME|nvcc", "no CUDA compiler: set CUDA_HOME or put nvcc on PATH"),
     (r"no kernel image|Unsupported arch|Unknown (recipe|SF transformation)", "no kernel for this GPU"),
 )
 
@@ -107,8 +106,12 @@ def explain(error: BaseException, environ: Mapping[str, str] | None = None) -> s
     detail = lines[0] if len(lines) == 1 else f"{lines[0]} ... {lines[-1]}"
     detail = detail if len(detail) <= 300 else detail[:297] + "..."
     meaning = next((words for pattern, words in SYMPTOMS if re.search(pattern, text)), "fails")
-    if meaning == "fails" and not isinstance(error, ProbeFailed) and cuda_compiler(environ) is None:
-        meaning = "fails, and no CUDA compiler is found (set CUDA_HOME or put nvcc on PATH)"
+    if meaning == "fails" and not isinstance(error, ProbeFailed):
+        compiler = cuda_compiler(environ)
+        if compiler is None:
+            meaning = "fails, and no CUDA compiler is found (set CUDA_HOME or put nvcc on PATH)"
+        elif re.search("(?i)nvcc|nvrtc", text):
+            meaning = f"its kernels do not compile with {compiler}"
     return f"{meaning} ({detail})"
 
 
