@@ -11,7 +11,7 @@ import torch
 from fake_deep_gemm import CPU, FakeDeepGemm, install, no_gpu, pretend_gpu
 from oproj.arch import ARCHS, SM90, SM100
 from oproj.engines import discovery
-from oproj.engines.discovery import ProbeFailed, cuda_compiler, discover, examine, explain, first_working
+from oproj.engines.discovery import Finding, ProbeFailed, cuda_compiler, discover, examine, explain, first_working
 
 NVRTC = {"DG_JIT_USE_NVRTC": "1"}
 
