@@ -65,9 +65,8 @@ def test_production_heads_of_512(block: int, variant: str) -> None:
     assert_same_as_model(random_call(2, quant_group_size=block), variant)
 
 
-@settings(max_examples=60)
-@given(args=calls(), variant=st.sampled_from(VARIANTS))
-def test_bf16_mode_rounds_the_rotated_value_once_and_keeps_nan_and_inf(args: Call, variant: str) -> None:
+def assert_bf16_mode_as_model(args: Call, variant: str) -> None:
+    """One rounding of the rotated value; NaN stays NaN and Inf stays Inf."""
     values, _, _ = model(args, variant)
     rounded = [v if v == 0 or not math.isfinite(v) else scalar.narrow(Fraction(v), 7) for v in values.flat]
     expected = torch.tensor(rounded, dtype=torch.float64).view(values.shape).bfloat16()
@@ -78,16 +77,35 @@ def test_bf16_mode_rounds_the_rotated_value_once_and_keeps_nan_and_inf(args: Cal
     assert np.array_equal(bits_of(found)[~nan.numpy()], bits_of(expected)[~nan.numpy()])
 
 
-def test_the_variants_differ_in_some_bits() -> None:
-    """Pairs that the rotation nearly cancels leave the rounding errors alone, and those differ."""
-    engine, rng = SoftwareEngine("sm90"), np.random.default_rng(1)
-    pairs = torch.from_numpy(rng.standard_normal((8, 1, 32, 2))).bfloat16()
-    angles = torch.atan2(-pairs[:, 0, :, 0].double(), pairs[:, 0, :, 1].double())
-    args = call(pairs.flatten(2), table_of(angles.numpy()))
+@settings(max_examples=60)
+@given(args=calls(), variant=st.sampled_from(VARIANTS))
+def test_bf16_mode_rounds_the_rotated_value_once_and_keeps_nan_and_inf(args: Call, variant: str) -> None:
+    assert_bf16_mode_as_model(args, variant)
+
+
+def cancelling_call() -> Call:
+    """Pairs that the rotation nearly cancels, even lanes in the first tokens and odd ones in the last.
+
+    Rounding errors are all that is left, so it shows which product was fused.
+    """
+    pairs = torch.from_numpy(np.random.default_rng(1).standard_normal((16, 1, 32, 2))).bfloat16()
+    even, odd = pairs[:, 0].double().unbind(-1)
+    angles = torch.cat([torch.atan2(-even, odd)[:8], torch.atan2(odd, even)[8:]])
+    return call(pairs.flatten(2), table_of(angles.numpy()))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_pairs_that_cancel_show_which_product_is_fused(variant: str) -> None:
+    assert_bf16_mode_as_model(cancelling_call(), variant)
+
+
+def test_the_variants_differ_where_pairs_cancel_and_the_fused_one_is_served() -> None:
+    args, engine = cancelling_call(), SoftwareEngine("sm90")
     fused, separate = (engine.inv_rope_fp8_quant(**args, quantize=False, variant=v)[0] for v in VARIANTS)
     default, _ = fused_inv_rope_fp8_quant(**args, quantize=False)
-    assert not torch.equal(fused, separate)
     assert torch.equal(default, fused)
+    for half in (slice(0, 8), slice(8, 16)):
+        assert not torch.equal(fused[half], separate[half])
 
 
 # Stated bits of un-rotated blocks -----------------------------------------------------------------------------------
