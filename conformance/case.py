@@ -91,7 +91,10 @@ class Case:
     def whole(self) -> OProjConfig:
         """The configuration before sharding, with the Case's own sizes."""
         return dataclasses.replace(
-            get_preset(self.preset), hidden_size=self.hidden_size, n_heads=self.n_heads, n_groups=self.n_groups,
+            get_preset(self.preset),
+            hidden_size=self.hidden_size,
+            n_heads=self.n_heads,
+            n_groups=self.n_groups,
             o_lora_rank=self.o_lora_rank,
         )
 
@@ -154,7 +157,9 @@ def _check_types(case: Case) -> None:
 def _check_words(case: Case) -> None:
     get_family(case.family)
     for name, words in (
-        ("position_family", POSITION_FAMILIES), ("rope_kind", ROPE_KINDS), ("variant", VARIANTS),
+        ("position_family", POSITION_FAMILIES),
+        ("rope_kind", ROPE_KINDS),
+        ("variant", VARIANTS),
         ("wo_a_dtype", WO_A_DTYPES),
     ):
         if getattr(case, name) not in words:
@@ -174,10 +179,16 @@ def _check_sizes(case: Case) -> None:
     config = case.config  # raises where tp_size does not divide, or tp_rank is outside
     if case.padded_heads and case.padded_heads < config.n_heads:
         raise ValueError(f"padded_heads={case.padded_heads} must be 0 or at least the {config.n_heads} local heads")
+    _check_quant_group_size(case, preset)
+
+
+def _check_quant_group_size(case: Case, preset: OProjConfig) -> None:
+    """What the kernels take: 128 with FP32 scales; 32 or 128 packed, and no coarser than the weight's own scales."""
     packed = get_arch(case.arch).tma_aligned_scales
-    allowed = (32, 64, 128) if case.wo_a_dtype == "bf16" else (32, 128) if packed else (128,)
+    allowed: tuple[int, ...] = (32, 64, 128)
+    if case.wo_a_dtype == "fp8":
+        allowed = tuple(n for n in ((32, 128) if packed else (128,)) if n <= preset.weight_block[1])
     if case.quant_group_size not in allowed:
-        raise ValueError(
-            f"quant_group_size={case.quant_group_size} with {case.wo_a_dtype} wo_a on {case.arch} must be one of "
-            f"{', '.join(map(str, allowed))}"
-        )
+        known = ", ".join(map(str, allowed)) or "nothing: its weight blocks are too small, use wo_a_dtype='bf16'"
+        where = f"{case.wo_a_dtype} wo_a of {case.preset} on {case.arch}"
+        raise ValueError(f"quant_group_size={case.quant_group_size} with {where} must be one of {known}")

@@ -12,6 +12,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -46,7 +47,9 @@ class BadElement:
 
     def __str__(self) -> str:
         where = f"{self.tensor}[{', '.join(map(str, self.at))}]"
-        text = f"{where}: got {self.got} ({self.got_value:g}), want {self.want} ({self.want_value:g})".replace("  ", " ")
+        text = f"{where}: got {self.got} ({self.got_value:g}), want {self.want} ({self.want_value:g})".replace(
+            "  ", " "
+        )
         return text if math.isnan(self.margin) else f"{text}, bound {self.bound:.3g}, margin {self.margin:.3g}"
 
 
@@ -114,7 +117,10 @@ def compare_bits(got: torch.Tensor, want: torch.Tensor, name: str) -> Comparison
     a, b = _bits(got), _bits(want)
     bad = (a.codes != b.codes) & ~(a.nan & b.nan)
     comparison = Comparison(
-        compared=bad.size, mismatched=int(bad.sum()), **_metrics(a.values, b.values), **_ulps(a, b),
+        compared=bad.size,
+        mismatched=int(bad.sum()),
+        **_metrics(a.values, b.values),
+        **_ulps(a, b),
     )
     if not bad.any():
         return comparison
@@ -148,7 +154,10 @@ def compare_values(
         margin = np.where(np.isnan(a.values) & np.isnan(exact), 0.0, margin)
     bad = ~(margin <= 1)
     comparison = Comparison(
-        compared=bad.size, mismatched=int(bad.sum()), **_margin_figures(margin), **_metrics(a.values, exact),
+        compared=bad.size,
+        mismatched=int(bad.sum()),
+        **_margin_figures(margin),
+        **_metrics(a.values, exact),
         **_ulps(a, b),
     )
     if not bad.any():
@@ -201,9 +210,7 @@ def _bad_element(name: str, at: tuple[int, ...], got: _Bits, want: _Bits) -> Bad
     return BadElement(name, at, codes[0], codes[1], float(got.values[at]), float(want.values[at]))
 
 
-def _margins(
-    got: NDArray[np.float64], want: NDArray[np.float64], bound: NDArray[np.float64]
-) -> NDArray[np.float64]:
+def _margins(got: NDArray[np.float64], want: NDArray[np.float64], bound: NDArray[np.float64]) -> NDArray[np.float64]:
     with np.errstate(all="ignore"):
         error = np.abs(got - want)
         margin = np.where(error == 0, 0.0, error / bound)
@@ -212,7 +219,7 @@ def _margins(
     return np.where(usable & ~np.isnan(margin), margin, np.inf)
 
 
-def _margin_figures(margin: NDArray[np.float64]) -> dict[str, float]:
+def _margin_figures(margin: NDArray[np.float64]) -> dict[str, Any]:
     if not margin.size:
         return {}
     # 'higher' names a margin that occurs; interpolation would turn inf into NaN.
@@ -220,7 +227,7 @@ def _margin_figures(margin: NDArray[np.float64]) -> dict[str, float]:
     return {"margin_max": float(margin.max()), "margin_p999": float(p999), "margin_p50": float(p50)}
 
 
-def _metrics(got: NDArray[np.float64], want: NDArray[np.float64]) -> dict[str, float]:
+def _metrics(got: NDArray[np.float64], want: NDArray[np.float64]) -> dict[str, Any]:
     finite = np.isfinite(got) & np.isfinite(want)
     if not finite.any():
         return {}
@@ -236,7 +243,7 @@ def _metrics(got: NDArray[np.float64], want: NDArray[np.float64]) -> dict[str, f
     }
 
 
-def _ulps(got: _Bits, want: _Bits) -> dict[str, object]:
+def _ulps(got: _Bits, want: _Bits) -> dict[str, Any]:
     both = ~(got.nan | want.nan)
     if not both.any() or got.steps.shape != both.shape:
         return {}

@@ -50,7 +50,7 @@ class Stream:
         return ((words * np.uint64(limit)) >> np.uint64(32)).astype(np.int64).reshape(shape)
 
     def bell(self, purpose: str, shape: tuple[int, ...]) -> Floats:
-        """Sums of four 16-bit uniforms, centred: a bell of standard deviation 0.58, at most 2 in size, exact in FP32."""
+        """Sums of four 16-bit uniforms, centred: standard deviation 0.58, at most 2 in size, exact in FP32."""
         words = self.raw(purpose, math.prod(shape))
         pairs = (words & np.uint64(0x0000FFFF0000FFFF)) + ((words >> np.uint64(16)) & np.uint64(0x0000FFFF0000FFFF))
         sums = ((pairs + (pairs >> np.uint64(32))) & np.uint64(0xFFFFFFFF)).astype(np.int32) - 2 * 0xFFFF
@@ -168,9 +168,10 @@ def _boundary(stream: Stream, lanes: Lanes) -> Floats:
 def _exact(stream: Stream, lanes: Lanes) -> Floats:
     """One lane in 32 is +-1 or +-2 times a power of two per token; rotated lanes are 0, so no rounding enters."""
     shape = lanes.shape
-    hit = np.arange(lanes.width) % 32 == np.repeat(stream.below("where", 32, (shape[0], -(-shape[1] // 32))), 32, 1)[
-        :, : shape[1]
-    ]
+    hit = (
+        np.arange(lanes.width) % 32
+        == np.repeat(stream.below("where", 32, (shape[0], -(-shape[1] // 32))), 32, 1)[:, : shape[1]]
+    )
     digits = np.array([1, -1, 2, -2], dtype=np.float32)[stream.below("digits", 4, shape)]
     token = (np.arange(lanes.tokens, dtype=np.int32) % 5 - 2)[:, None]
     return np.ldexp(np.where(hit & ~lanes.rotated, digits, np.float32(0)), token)

@@ -1,7 +1,7 @@
 """What is under test: an object with the stages of the output projection as methods.
 
-`SoftwareImplementation(arch)` has them all on the bit-exact model; `EngineImplementation(engine)` has them on any engine.
-A user overrides the stage that is theirs and names the class on the command line.
+`SoftwareImplementation(arch)` has them all on the bit-exact model, `EngineImplementation(engine)` on any engine. A user
+overrides the stage that is theirs and names the class on the command line.
 """
 
 from __future__ import annotations
@@ -52,7 +52,12 @@ class Implementation(Protocol):
         """y over all ranks from every rank's y."""
 
     def o_proj(
-        self, o: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.Tensor, weights: Weights, *,
+        self,
+        o: torch.Tensor,
+        positions: torch.Tensor,
+        cos_sin_cache: torch.Tensor,
+        weights: Weights,
+        *,
         config: CaseConfig,
     ) -> torch.Tensor:
         """This rank's y from the attention output."""
@@ -78,10 +83,17 @@ class EngineImplementation:
         # Only the model can be asked for another rotation arithmetic; hardware has the one it was compiled with.
         variant = {"variant": config.variant} if isinstance(self.engine, SoftwareEngine) else {}
         data, scale = self.engine.inv_rope_fp8_quant(
-            o, positions, cos_sin_cache, n_groups=config.n_groups, heads_per_group=config.heads_per_group,
-            nope_dim=config.nope_dim, rope_dim=config.rope_dim,
-            quant_group_size=config.quant_group_size(self.arch), tma_aligned_scales=self.arch.tma_aligned_scales,
-            quantize=config.fp8_wo_a(self.arch), **variant,
+            o,
+            positions,
+            cos_sin_cache,
+            n_groups=config.n_groups,
+            heads_per_group=config.heads_per_group,
+            nope_dim=config.nope_dim,
+            rope_dim=config.rope_dim,
+            quant_group_size=config.quant_group_size(self.arch),
+            tma_aligned_scales=self.arch.tma_aligned_scales,
+            quantize=config.fp8_wo_a(self.arch),
+            **variant,
         )
         return QuantizedActivation(data, scale)
 
@@ -90,9 +102,11 @@ class EngineImplementation:
         groups, rank = config.n_groups, config.o_lora_rank
         weight, scale = weights.wo_a.weight, weights.wo_a.weight_scale_inv
         if scale is None:
-            return torch.bmm(
-                x.data[:, :groups].transpose(0, 1), weight.view(groups, rank, -1).transpose(1, 2)
-            ).transpose(0, 1).contiguous()
+            return (
+                torch.bmm(x.data[:, :groups].transpose(0, 1), weight.view(groups, rank, -1).transpose(1, 2))
+                .transpose(0, 1)
+                .contiguous()
+            )
         live = x.sliced(groups)
         z = torch.empty((live.data.shape[0], groups, rank), dtype=torch.bfloat16, device=live.data.device)
         recipe = self.arch.recipe(config.quant_group_size(self.arch))
@@ -111,7 +125,12 @@ class EngineImplementation:
         return total.bfloat16()
 
     def o_proj(
-        self, o: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.Tensor, weights: Weights, *,
+        self,
+        o: torch.Tensor,
+        positions: torch.Tensor,
+        cos_sin_cache: torch.Tensor,
+        weights: Weights,
+        *,
         config: CaseConfig,
     ) -> torch.Tensor:
         """The serving entry point on this engine; the chain of the methods where one of them is overridden."""
@@ -120,11 +139,19 @@ class EngineImplementation:
             return chain(self, o, positions, cos_sin_cache, weights, config)
         block = config.quant_group_size(self.arch)
         return deep_gemm_fp8_o_proj(
-            o, positions, cos_sin_cache, weights.wo_a,
+            o,
+            positions,
+            cos_sin_cache,
+            weights.wo_a,
             lambda flat: fp8_wo_b(flat, weights.wo_b.weight, _scale(weights.wo_b), engine=self.engine),
-            n_groups=config.n_groups, heads_per_group=config.heads_per_group, nope_dim=config.nope_dim,
-            rope_dim=config.rope_dim, o_lora_rank=config.o_lora_rank, einsum_recipe=self.arch.recipe(block),
-            tma_aligned_scales=self.arch.tma_aligned_scales, engine=self.engine,
+            n_groups=config.n_groups,
+            heads_per_group=config.heads_per_group,
+            nope_dim=config.nope_dim,
+            rope_dim=config.rope_dim,
+            o_lora_rank=config.o_lora_rank,
+            einsum_recipe=self.arch.recipe(block),
+            tma_aligned_scales=self.arch.tma_aligned_scales,
+            engine=self.engine,
         )
 
 
@@ -138,8 +165,12 @@ class SoftwareImplementation(EngineImplementation):
 
 
 def chain(
-    implementation: Implementation, o: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.Tensor,
-    weights: Weights, config: CaseConfig,
+    implementation: Implementation,
+    o: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    weights: Weights,
+    config: CaseConfig,
 ) -> torch.Tensor:
     """quantize, wo_a, wo_b of ``implementation``, one after another: this rank's y."""
     x = implementation.quantize(o, positions, cos_sin_cache, config=config)
@@ -221,7 +252,7 @@ def _module_of_name(name: str) -> ModuleType:
         missing = importlib.util.find_spec(name) is None
     except ModuleNotFoundError:  # a parent package is absent
         missing = True
-    except ValueError as error:
+    except (ImportError, ValueError) as error:  # not the name of a module
         raise ValueError(f"implementation module {name!r}: {error}") from None
     if missing:
         raise ValueError(f"implementation module {name!r} is not installed, and is not in the current folder")
@@ -232,11 +263,12 @@ def _module_of_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise ValueError(f"implementation file {str(path)!r} does not exist")
     spec = importlib.util.spec_from_file_location(f"oproj_implementation_{path.stem}", path)
-    if spec is None or spec.loader is None:
+    loader = spec.loader if spec else None
+    if spec is None or loader is None:
         raise ValueError(f"implementation file {str(path)!r} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up by name
-    _importing(str(path), lambda: spec.loader and spec.loader.exec_module(module))
+    _importing(str(path), lambda: loader.exec_module(module))
     return module
 
 

@@ -75,8 +75,11 @@ class Inputs:
             return self
         weights = Weights(self.weights.wo_a.to(device), self.weights.wo_b.to(device))
         return replace(
-            self, o=move(self.o, device), positions=self.positions.to(device),
-            cos_sin_cache=self.cos_sin_cache.to(device), weights=weights,
+            self,
+            o=move(self.o, device),
+            positions=self.positions.to(device),
+            cos_sin_cache=self.cos_sin_cache.to(device),
+            weights=weights,
         )
 
 
@@ -141,11 +144,13 @@ def build_o(case: Case) -> torch.Tensor:
 
 def build_wo_a(case: Case) -> LinearWeight:
     """wo_a of this rank: e4m3 ``[G, R, K]``, or BF16 ``[G*R, K]`` dequantised exactly where the Case says BF16."""
-    config, row = case.config, get_arch(case.arch)
-    codes, scales = _weights(case, "wo_a", config.o_lora_rank, config.group_k, config.weight_block)
+    config, (rows, width) = case.config, case.config.weight_block
+    codes, scales = _weights(case, "wo_a", config.o_lora_rank, config.group_k, (rows, width))
     if case.wo_a_dtype == "bf16":
-        return LinearWeight(_dequantised(codes, scales, config.weight_block).flatten(0, 1), None, (0, 0))
-    return _linear(row, codes, scales, config.weight_block)
+        return LinearWeight(_dequantised(codes, scales, (rows, width)).flatten(0, 1), None, (0, 0))
+    # The kernels take one granularity along K for both operands, so finer activations repeat the weight's scales.
+    finer = scales.repeat_interleave(width // case.quant_group_size, -1)
+    return _linear(get_arch(case.arch), codes, finer, (rows, case.quant_group_size))
 
 
 def build_wo_b(case: Case) -> LinearWeight:
@@ -163,9 +168,7 @@ def _groups(config: CaseConfig) -> range:
     return range(first, first + config.n_groups)
 
 
-def _weights(
-    case: Case, name: str, rows: int, k: int, block: tuple[int, int]
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _weights(case: Case, name: str, rows: int, k: int, block: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes e4m3 ``[G, rows, K]`` and FP32 block scales ``[G, rows/block, K/block]`` of one projection."""
     family, groups = get_family(case.family), _groups(case.config)
     codes = np.empty((len(groups), rows, k), dtype=np.uint8)

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from functools import lru_cache
+from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -68,9 +68,7 @@ class Run:
     def now(cls, run_id: str = "") -> Run:
         """A run that starts now; the default name is the time and the process."""
         moment = datetime.now(timezone.utc)
-        return cls(
-            run_id or f"{moment:%Y%m%dT%H%M%SZ}-{os.getpid()}", f"{moment:%Y-%m-%dT%H:%M:%SZ}", git_revision()
-        )
+        return cls(run_id or f"{moment:%Y%m%dT%H%M%SZ}-{os.getpid()}", f"{moment:%Y-%m-%dT%H:%M:%SZ}", git_revision())
 
 
 def git_revision() -> str:
@@ -132,7 +130,7 @@ def _start_worker(cores: int) -> None:
     torch.set_num_threads(cores)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _implementation(target: Target, arch: str) -> Implementation:
     return target.build(arch)
 
@@ -141,17 +139,37 @@ def _row(case: Case, implementation: Implementation, run: Run, result: StageResu
     comparison, arch = result.comparison, get_arch(case.arch)
     histogram = comparison.ulp_histogram
     return make_row(
-        **dataclasses.asdict(run), arch=case.arch, engine=engine_name(implementation),
-        implementation=implementation.name, stage=result.stage, oracle=result.oracle,
-        evidence=arch.evidence(result.stage), preset=case.preset, tp_size=case.tp_size, tp_rank=case.tp_rank,
-        tokens=case.tokens, family=case.family, variant=case.variant, case_id=case.id, case=case.to_json(),
-        compared=comparison.compared, mismatched=comparison.mismatched, margin_max=comparison.margin_max,
-        margin_p999=comparison.margin_p999, margin_p50=comparison.margin_p50,
-        rms_rel_error=comparison.rms_rel_error, signed_bias=comparison.signed_bias, calc_diff=comparison.calc_diff,
-        sqnr_db=comparison.sqnr_db, ulp_max=comparison.ulp_max,
+        **dataclasses.asdict(run),
+        arch=case.arch,
+        engine=engine_name(implementation),
+        implementation=implementation.name,
+        stage=result.stage,
+        oracle=result.oracle,
+        evidence=arch.evidence(result.stage),
+        preset=case.preset,
+        tp_size=case.tp_size,
+        tp_rank=case.tp_rank,
+        tokens=case.tokens,
+        family=case.family,
+        variant=case.variant,
+        case_id=case.id,
+        case=case.to_json(),
+        compared=comparison.compared,
+        mismatched=comparison.mismatched,
+        margin_max=comparison.margin_max,
+        margin_p999=comparison.margin_p999,
+        margin_p50=comparison.margin_p50,
+        rms_rel_error=comparison.rms_rel_error,
+        signed_bias=comparison.signed_bias,
+        calc_diff=comparison.calc_diff,
+        sqnr_db=comparison.sqnr_db,
+        ulp_max=comparison.ulp_max,
         ulp_histogram=json.dumps({str(k): v for k, v in histogram.items()}) if histogram else "",
-        first_bad=comparison.first_bad.to_json() if comparison.first_bad else "", seconds=result.seconds,
-        verdict=result.verdict.status, reason=result.verdict.reason, versions=_versions(implementation),
+        first_bad=comparison.first_bad.to_json() if comparison.first_bad else "",
+        seconds=result.seconds,
+        verdict=result.verdict.status,
+        reason=result.verdict.reason,
+        versions=_versions(implementation),
     )
 
 
@@ -165,11 +183,12 @@ def _versions(implementation: Implementation) -> str:
     """JSON of what computed the numbers."""
     engine = getattr(implementation, "engine", None)
     versions = {
-        "oproj": oproj.__version__, "python": platform.python_version(), "torch": torch.__version__,
-        "numpy": np.__version__, "system": f"{platform.system()} {platform.machine()}",
+        "oproj": oproj.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "system": f"{platform.system()} {platform.machine()}",
     }
     described = engine.describe() if engine is not None else {}
     versions |= {name: str(value) for name, value in described.items() if value is not None and name != "arch"}
     return json.dumps(versions, sort_keys=True)
-
-

@@ -93,7 +93,8 @@ class _Bench:
         truth, elements = self.truth, x.data.numel()
         scales = x.scale.numel() * (4 if x.scale.dtype == torch.int32 else 1) if truth.fp8 else 0
         yield self.bits(
-            "quantize", elements + scales,
+            "quantize",
+            elements + scales,
             lambda: merge(
                 [compare_bits(x.data, truth.model_x.data, "codes")]
                 + ([compare_bits(_plain(x.scale), _plain(truth.model_x.scale), "scales")] if truth.fp8 else [])
@@ -124,9 +125,7 @@ class _Bench:
         else:
             yield "bits", Comparison(), Verdict(NOT_APPLICABLE, NO_ORDER)
         yield self.bound("bound", elements, lambda: (z, truth.z_consumed(x), truth.z_bound(x, z)), "z")
-        yield self.bound(
-            "format", elements, lambda: (z, truth.z, truth.z_format_bound(x, z)), "z"
-        )
+        yield self.bound("format", elements, lambda: (z, truth.z, truth.z_format_bound(x, z)), "z")
 
     def wo_b(self, z: torch.Tensor) -> Iterator[_Figures]:
         """Results of wo_b on ``z``."""
@@ -141,9 +140,12 @@ class _Bench:
         yield self.bits("wo_b", elements, lambda: compare_bits(y, truth.model_y(z), "y"))
         yield self.bound("bound", elements, lambda: (y, truth.y_consumed(codes), truth.y_bound(codes, y)), "y")
         yield self.bound(
-            "format", elements,
+            "format",
+            elements,
             lambda: (
-                y, truth.y_of(z), truth.y_format_bound(z, torch.zeros_like(z).double(), codes, truth.y_bound(codes, y)),
+                y,
+                truth.y_of(z),
+                truth.y_format_bound(z, torch.zeros_like(z).double(), codes, truth.y_bound(codes, y)),
             ),
             "y",
         )
@@ -164,10 +166,8 @@ class _Bench:
         yield "bits", Comparison(), Verdict(NOT_APPLICABLE, NO_SUM_ORDER)
         stacked = torch.stack(partials).double()
         default = "fp32" if inherits(self.implementation, "reduce") else "bf16"
-        kind = getattr(self.implementation, "reduction", default)
-        yield self.bound(
-            "bound", y.numel(), lambda: (y, stacked.sum(0), bounds.tp_reduction_bound(stacked, kind)), "y"
-        )
+        kind: Any = getattr(self.implementation, "reduction", default)
+        yield self.bound("bound", y.numel(), lambda: (y, stacked.sum(0), bounds.tp_reduction_bound(stacked, kind)), "y")
 
     def o_proj(self, x: QuantizedActivation, z: torch.Tensor) -> Iterator[_Figures]:
         """Results end to end. The format bound takes the scales of ``x`` and of ``z``, as a chain of the stages does;
@@ -205,8 +205,12 @@ class _Bench:
         return "bits", comparison, judge(comparison, "bits", expected=expected)
 
     def bound(
-        self, oracle: str, expected: int, values: Callable[[], tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
-        name: str, codes: torch.Tensor | None = None,
+        self,
+        oracle: str,
+        expected: int,
+        values: Callable[[], tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
+        name: str,
+        codes: torch.Tensor | None = None,
     ) -> _Figures:
         """A tier with margins: ``values`` gives got, want and bound. Outside a bound's hypothesis nothing is judged."""
         if expected == 0:
@@ -246,9 +250,7 @@ class _Bench:
         if problem or not truth.fp8:
             return problem
         packed = truth.arch.tma_aligned_scales
-        scales = empty_scales(
-            tokens, config.n_groups, scale_columns(config.group_k, truth.block, packed), packed
-        )
+        scales = empty_scales(tokens, config.n_groups, scale_columns(config.group_k, truth.block, packed), packed)
         return layout_problem("scales", x.scale, scales, strides=True)
 
     def with_slots(self, x: QuantizedActivation) -> QuantizedActivation:

@@ -8,8 +8,8 @@ term added; tolerances themselves are `bounds`' alone.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property, lru_cache
-from typing import TypeVar
+from functools import cache, cached_property
+from typing import Any, TypeVar
 
 import torch
 
@@ -27,7 +27,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 WO_B_GROUP = 128  # K elements per scale of wo_b's activations
 
 
-@lru_cache(maxsize=None)
+@cache
 def model_of(arch: str) -> SoftwareImplementation:
     """The software engine's implementation, whose bits are the truth of the bits tier."""
     return SoftwareImplementation(arch)
@@ -103,10 +103,9 @@ class Truth:
         """Bound on the error of the rotation (and of its rounding to BF16 where wo_a is BF16), ``[T, G, K]``."""
         half = self.config.rope_dim // 2
         rows = self.inputs.cos_sin_cache[self.inputs.positions][:, None]
-        bound = bounds.inverse_rope_bound(
-            self.inputs.o, rows[..., :half], rows[..., half:], self.inputs.case.variant,
-            output="fp32" if self.fp8 else "bf16",
-        )
+        variant: Any = self.inputs.case.variant
+        output: Any = "fp32" if self.fp8 else "bf16"
+        bound = bounds.inverse_rope_bound(self.inputs.o, rows[..., :half], rows[..., half:], variant, output=output)
         return bound.view(self.x.shape)
 
     def x_values(self, x: QuantizedActivation) -> torch.Tensor:
@@ -164,9 +163,9 @@ class Truth:
 
     def y_bound(self, codes: Pair, y: torch.Tensor) -> torch.Tensor:
         """Bound on ``y - y_consumed(codes)``."""
-        return self._once("y", codes[0], y, lambda _, y: bounds.gemm_bound(
-            self.arch, *codes, *self._wo_b, z_hat=y, gran_k=WO_B_GROUP
-        ))
+        return self._once(
+            "y", codes[0], y, lambda _, y: bounds.gemm_bound(self.arch, *codes, *self._wo_b, z_hat=y, gran_k=WO_B_GROUP)
+        )
 
     def y_format_bound(
         self, z: torch.Tensor, z_bound: torch.Tensor, codes: Pair, y_bound: torch.Tensor

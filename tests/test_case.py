@@ -23,15 +23,28 @@ def cases(draw: st.DrawFn) -> Case:
     tp = draw(st.sampled_from(preset.tp_sizes()))
     groups = tp * draw(st.integers(1, preset.n_groups // tp))
     heads = groups // tp * preset.heads_per_group
-    dtype = draw(st.sampled_from(["fp8", "bf16"]))
-    blocks = [32, 64, 128] if dtype == "bf16" else [32, 128] if get_arch(arch).tma_aligned_scales else [128]
+    packed = get_arch(arch).tma_aligned_scales
+    fp8_blocks = [n for n in ([32, 128] if packed else [128]) if n <= preset.weight_block[1]]
+    dtype = draw(st.sampled_from(["fp8", "bf16"] if fp8_blocks else ["bf16"]))
+    blocks = fp8_blocks if dtype == "fp8" else [32, 64, 128]
     return Case(
-        arch, preset.name, draw(st.integers(0, 2**40)), hidden_size=128 * draw(st.integers(1, 60)), n_groups=groups,
-        o_lora_rank=128 * draw(st.integers(1, 8)), tp_size=tp, tp_rank=draw(st.integers(0, tp - 1)), wo_a_dtype=dtype,
-        quant_group_size=draw(st.sampled_from(blocks)), family=draw(st.sampled_from(list(FAMILIES))),
-        seed=draw(st.integers(0, 2**63 - 1)), position_family=draw(st.sampled_from(POSITION_FAMILIES)),
-        rope_kind=draw(st.sampled_from(ROPE_KINDS)), padded_heads=draw(st.sampled_from([0, heads, heads + 3])),
-        padding_slots=draw(st.integers(0, 9)), variant=draw(st.sampled_from(VARIANTS)),
+        arch,
+        preset.name,
+        draw(st.integers(0, 2**40)),
+        hidden_size=128 * draw(st.integers(1, 60)),
+        n_groups=groups,
+        o_lora_rank=128 * draw(st.integers(1, 8)),
+        tp_size=tp,
+        tp_rank=draw(st.integers(0, tp - 1)),
+        wo_a_dtype=dtype,
+        quant_group_size=draw(st.sampled_from(blocks)),
+        family=draw(st.sampled_from(list(FAMILIES))),
+        seed=draw(st.integers(0, 2**63 - 1)),
+        position_family=draw(st.sampled_from(POSITION_FAMILIES)),
+        rope_kind=draw(st.sampled_from(ROPE_KINDS)),
+        padded_heads=draw(st.sampled_from([0, heads, heads + 3])),
+        padding_slots=draw(st.integers(0, 9)),
+        variant=draw(st.sampled_from(VARIANTS)),
     )
 
 
@@ -93,6 +106,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"wo_a_dtype": "fp4"}, ValueError, "fp4"),
     ({"quant_group_size": 32}, ValueError, "quant_group_size=32 .* one of 128"),
     ({"arch": "sm100", "quant_group_size": 64}, ValueError, "one of 32, 128"),
+    ({"preset": "v4.1-flash", "wo_a_dtype": "fp8"}, ValueError, "weight blocks are too small"),
     ({"padded_heads": 100}, ValueError, "padded_heads=100.*128"),
 ]
 

@@ -22,7 +22,12 @@ from conformance.compare import (
 )
 from conformance.judge import FAIL, NOT_APPLICABLE, PASS, judge
 
-INT = {torch.bfloat16: torch.int16, torch.float32: torch.int32, torch.float8_e4m3fn: torch.uint8, torch.uint8: torch.uint8}
+INT = {
+    torch.bfloat16: torch.int16,
+    torch.float32: torch.int32,
+    torch.float8_e4m3fn: torch.uint8,
+    torch.uint8: torch.uint8,
+}
 DTYPES = list(INT)
 
 
@@ -32,7 +37,9 @@ def tensor(seed: int, dtype: torch.dtype, shape: tuple[int, ...] = (3, 4, 5)) ->
     if dtype in (torch.uint8, torch.float8_e4m3fn):
         codes = torch.randint(0, 120, shape, dtype=torch.uint8, generator=generator)
         return codes.view(dtype)
-    return (torch.randn(shape, generator=generator) * 2.0 ** torch.randint(-20, 20, shape, generator=generator)).to(dtype)
+    return (torch.randn(shape, generator=generator) * 2.0 ** torch.randint(-20, 20, shape, generator=generator)).to(
+        dtype
+    )
 
 
 def planted(want: torch.Tensor, at: tuple[int, ...], change: int) -> torch.Tensor:
@@ -70,13 +77,17 @@ def test_equal_bits_pass_with_no_error_at_all(seed: int, dtype: torch.dtype) -> 
     assert comparison.mismatched == 0 and comparison.first_bad is None
     assert comparison.rms_rel_error == 0 and comparison.sqnr_db == math.inf and comparison.ulp_max == 0
     assert abs(comparison.calc_diff) < 2.0**-50
-    assert judge(comparison, "bits", expected=60) .status == PASS
+    assert judge(comparison, "bits", expected=60).status == PASS
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn])
 def test_nan_equals_nan_of_another_payload_and_nothing_else(dtype: torch.dtype) -> None:
     want = tensor(1, dtype)
-    patterns = {torch.bfloat16: (0x7FC0, -0x0001), torch.float32: (0x7FC00000, -0x00000001), torch.float8_e4m3fn: (0x7F, 0xFF)}
+    patterns = {
+        torch.bfloat16: (0x7FC0, -0x0001),
+        torch.float32: (0x7FC00000, -0x00000001),
+        torch.float8_e4m3fn: (0x7F, 0xFF),
+    }
     quiet, other = patterns[dtype]
     got, expecting = want.clone(), want.clone()
     got.view(INT[dtype])[1, 2, 3] = quiet
@@ -195,7 +206,13 @@ def test_merged_parts_count_together_and_keep_the_first_fault() -> None:
 def test_first_bad_is_json_and_reads_as_one_line() -> None:
     bad = BadElement("z", (1, 2), "0x7fc0", "0x3f80", math.nan, 1.0, 0.25, math.inf)
     assert json.loads(bad.to_json()) == {
-        "tensor": "z", "at": [1, 2], "got": "0x7fc0", "want": "0x3f80", "want_value": 1.0, "bound": 0.25, "margin": "inf",
+        "tensor": "z",
+        "at": [1, 2],
+        "got": "0x7fc0",
+        "want": "0x3f80",
+        "want_value": 1.0,
+        "bound": 0.25,
+        "margin": "inf",
     }
     assert str(bad) == "z[1, 2]: got 0x7fc0 (nan), want 0x3f80 (1), bound 0.25, margin inf"
 
@@ -250,7 +267,7 @@ def test_unknown_oracle_and_size_are_refused() -> None:
         judge(Comparison(), "bit", expected=1)
     with pytest.raises(ValueError, match="expected=-1"):
         judge(Comparison(), "bits", expected=-1)
-    with pytest.raises(TypeError, match="bound of z has dtype|want of z|dtype torch.float32"):
+    with pytest.raises(TypeError, match=r"want of z has dtype torch\.float32"):
         compare_values(torch.zeros(1), torch.zeros(1), torch.zeros(1), "z")
     with pytest.raises(ValueError, match="bound of z has shape"):
         compare_values(torch.zeros(1), torch.zeros(1).double(), torch.zeros(2).double(), "z")

@@ -41,13 +41,26 @@ def test_tensors_of_a_case_have_the_recorded_bits(
 ) -> None:
     i = list(FAMILIES).index(family)
     case = Case(
-        "sm100" if i % 2 else "sm90", "v4-flash", 3, n_groups=2, tp_size=2, tp_rank=1, o_lora_rank=512, hidden_size=256,
-        family=family, seed=i, padded_heads=9 * (i % 2), position_family=POSITION_FAMILIES[i % 5],
+        "sm100" if i % 2 else "sm90",
+        "v4-flash",
+        3,
+        n_groups=2,
+        tp_size=2,
+        tp_rank=1,
+        o_lora_rank=512,
+        hidden_size=256,
+        family=family,
+        seed=i,
+        padded_heads=9 * (i % 2),
+        position_family=POSITION_FAMILIES[i % 5],
     )
     inputs = build(case)
     assert inputs.weights.wo_a.weight_scale_inv is not None
     built = (
-        inputs.o, inputs.positions, inputs.weights.wo_a.weight, inputs.weights.wo_a.weight_scale_inv,
+        inputs.o,
+        inputs.positions,
+        inputs.weights.wo_a.weight,
+        inputs.weights.wo_a.weight_scale_inv,
         inputs.weights.wo_b.weight,
     )
     assert tuple(map(digest, built)) == (o, positions, codes, scales, wo_b)
@@ -135,9 +148,7 @@ def test_address_scales_change_along_every_axis() -> None:
 
 def test_exact_products_are_held_by_codes_and_by_bf16() -> None:
     inputs = build(small("exact", tokens=6, position_family="far"))
-    x = SoftwareImplementation("sm90").quantize(
-        inputs.o, inputs.positions, inputs.cos_sin_cache, config=inputs.config
-    )
+    x = SoftwareImplementation("sm90").quantize(inputs.o, inputs.positions, inputs.cos_sin_cache, config=inputs.config)
     values = dequantize(x.data, x.scale, block_k=128)
     assert torch.equal(values, inputs.o.double().view(values.shape))
     wo_a = inputs.weights.wo_a

@@ -1,0 +1,138 @@
+"""Stages: a planted fault is caught in the stage that has it, and what is right passes every oracle."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from conformance.case import Case
+from conformance.families import FAMILIES
+from conformance.implementation import METHODS, EngineImplementation, SoftwareImplementation, is_the_model
+from conformance.stages import StageResult, run_stages
+from oproj.arch import get_arch
+from planted import (
+    Contiguous,
+    Faulty,
+    LastBlockDropped,
+    LastSlots,
+    NextPosition,
+    NothingBack,
+    NotReduced,
+    OnePartialTwice,
+    OneUlp,
+    PaddingRead,
+    Raises,
+    ScaleOneOctaveHigh,
+    ScalesOfOtherSlots,
+    WholeChainOnly,
+    case,
+)
+
+ARCHS = ("sm90", "sm100", "sm120")
+
+FAULTS: list[tuple[type[Faulty], str, set[str]]] = [
+    (LastBlockDropped, "wo_a", {"bits", "bound"}),
+    (ScaleOneOctaveHigh, "quantize", {"bits", "bound"}),
+    (NotReduced, "reduce", {"bound"}),
+    (OnePartialTwice, "reduce", {"bound"}),
+    (PaddingRead, "quantize", {"bits", "bound"}),
+    (LastSlots, "wo_a", {"bits", "bound", "format"}),
+    (ScalesOfOtherSlots, "wo_a", {"bits", "bound", "format"}),
+    (NextPosition, "quantize", {"bits", "bound"}),
+    (WholeChainOnly, "o_proj", {"bits"}),
+    (OneUlp, "wo_b", {"bits"}),
+    (Contiguous, "quantize", {"bits", "bound"}),
+    (Raises, "wo_b", {"bits", "bound", "format"}),
+    (NothingBack, "wo_a", {"bits", "bound", "format"}),
+]
+
+
+def failed(results: list[StageResult]) -> dict[str, set[str]]:
+    """stage -> oracles that failed."""
+    out: dict[str, set[str]] = {}
+    for result in results:
+        if result.verdict.status == "fail":
+            out.setdefault(result.stage, set()).add(result.oracle)
+    return out
+
+
+@pytest.mark.parametrize(("fault", "stage", "oracles"), FAULTS)
+def test_planted_fault_is_caught_in_its_own_stage(fault: type[Faulty], stage: str, oracles: set[str]) -> None:
+    arch = ARCHS[[f for f, _, _ in FAULTS].index(fault) % 2]
+    results = run_stages(case(arch), fault(arch))
+    bad = failed(results)
+    assert bad.get(stage, set()) >= oracles, bad
+    # A stage is judged on its own input, so only the chain may fail besides.
+    assert set(bad) <= {stage, "o_proj"}
+
+
+@pytest.mark.parametrize("arch", ["sm90", "sm120"])
+def test_right_implementation_passes_everything_and_every_oracle_compares(arch: str) -> None:
+    results = run_stages(case(arch), Faulty(arch))
+    assert failed(results) == {}
+    passed = {(r.stage, r.oracle): r.comparison.compared for r in results if r.verdict.status == "pass"}
+    scales, z, y = 5 * 2 * 32, 5 * 2 * 256, 5 * 128
+    x = 5 * 2 * 4096
+    assert passed == {
+        ("quantize", "bits"): x + scales, ("quantize", "bound"): x, ("wo_a", "bits"): z, ("wo_a", "bound"): z,
+        ("wo_a", "format"): z, ("wo_b", "bits"): y, ("wo_b", "bound"): y, ("wo_b", "format"): y,
+        ("reduce", "bound"): y, ("o_proj", "bits"): y, ("o_proj", "format"): y,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("arch", ["sm90", "sm100"])
+def test_fault_is_named_at_its_block(arch: str) -> None:
+    first = run_stages(case(arch), ScaleOneOctaveHigh(arch))[0]
+    assert first.comparison.mismatched == 1 and first.comparison.first_bad is not None
+    assert (first.comparison.first_bad.tensor, first.comparison.first_bad.at) == ("scales", (3, 1, 9))
+    assert "scales[3, 1, 9]" in first.verdict.reason
+    if arch == "sm100":
+        return
+    bits = next(r for r in run_stages(case(arch), OneUlp(arch)) if (r.stage, r.oracle) == ("wo_b", "bits"))
+    assert bits.comparison.first_bad is not None and bits.comparison.first_bad.at == (2, 77)
+    assert bits.comparison.ulp_histogram[1] == 1
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_software_engine_is_within_every_bound_in_every_family(family: str) -> None:
+    arch = ARCHS[list(FAMILIES).index(family) % 2]
+    results = run_stages(case(arch, family=family, tokens=3, padded_heads=0), SoftwareImplementation(arch))
+    assert failed(results) == {}
+    assert {r.oracle for r in results if r.verdict.status == "pass"} == {"bound", "format"}
+    assert all(r.verdict.status == "not applicable" for r in results if r.oracle == "bits")
+
+
+@pytest.mark.parametrize(
+    ("arch", "preset", "fields"),
+    [
+        ("sm90", "v4.1-flash", {}), ("sm100", "v4.1-flash", {}),
+        ("sm90", "v4-flash-base", {}), ("sm100", "v4-pro", {"quant_group_size": 32}),
+        ("sm90", "v4-pro", {"variant": "mul_mul_add"}),
+    ],
+)  # fmt: skip
+def test_every_way_of_serving_passes(arch: str, preset: str, fields: dict[str, Any]) -> None:
+    sizes = {"n_groups": 2, "tp_size": 2, "o_lora_rank": 512, "hidden_size": 128, "family": "wide"}
+    results = run_stages(Case(arch, preset, 3, **sizes, **fields), Faulty(arch))  # type: ignore[arg-type]
+    assert failed(results) == {}
+    assert {"quantize", "wo_a", "wo_b", "reduce", "o_proj"} == {r.stage for r in results if r.verdict.status == "pass"}
+
+
+def test_model_is_not_its_own_judge_but_judges_what_is_overridden() -> None:
+    software, mine = SoftwareImplementation("sm90"), LastBlockDropped("sm90")
+    assert all(is_the_model(software, stage) for stage in METHODS)
+    assert [is_the_model(mine, stage) for stage in METHODS] == [False, False, False, True, False]
+    patched = SoftwareImplementation("sm90")
+    patched.wo_b = lambda z, weights, *, config: z  # type: ignore[method-assign]
+    assert not is_the_model(patched, "wo_b") and not is_the_model(patched, "o_proj")
+    gpu: Any = SimpleNamespace(name="deep_gemm", arch=get_arch("sm90"), device="cpu", quantizer="software")
+    assert [is_the_model(EngineImplementation(gpu), s) for s in ("quantize", "wo_a", "o_proj")] == [True, False, False]
+    assert not is_the_model(object(), "wo_a")
+
+
+def test_no_tokens_compare_nothing_and_wrong_shapes_of_nothing_fail() -> None:
+    results = run_stages(case(tokens=0), Faulty("sm90"))
+    assert {r.verdict.status for r in results} == {"not applicable"}
+    assert all(r.comparison.compared == 0 for r in results)
+    assert set(failed(run_stages(case(tokens=0), NothingBack("sm90")))) >= {"wo_a"}
