@@ -1,4 +1,4 @@
-"""The ``software`` engine: DeepGEMM's call shape on the bit-exact model, CPU tensors, any architecture row."""
+"""The ``software`` engine: DeepGEMM's call shape on the bit-exact model, any architecture row, CPU or (bulk) GPU."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ from oproj.engines.software.quantizers import inv_rope_fp8_quant
 class SoftwareEngine:
     """Bits of the tensor core without the tensor core.
 
-    Raises ``ValueError`` for an unknown architecture. Methods raise ``TypeError``/``ValueError`` that name the bad
-    argument (``oproj.engines.checks``); tensors must live on the CPU.
+    ``device``: where its tensors live. On ``"cuda"`` the products run as CUDA kernels (any NVIDIA GPU models any row;
+    needs ``cuda.core``), the quantiser takes CPU tensors. Raises ``ValueError`` for an unknown architecture. Methods
+    raise ``TypeError``/``ValueError`` that name the bad argument (``oproj.engines.checks``).
     """
 
     name = "software"
-    device = torch.device("cpu")
 
-    def __init__(self, arch: Arch | str) -> None:
+    def __init__(self, arch: Arch | str, device: torch.device | str = "cpu") -> None:
         self.arch = get_arch(arch)
+        self.device = torch.device(device)
 
     def fp8_einsum(
         self,
@@ -46,8 +47,8 @@ class SoftwareEngine:
         """
         recipe = check_fp8_einsum(self.arch, expr, a, b, d, c, recipe)
         self._refuse_other_devices(d)
-        for group in range(d.shape[1]):
-            self._product((a[0][:, group], a[1][:, group]), (b[0][group], b[1][group]), d[:, group], recipe)
+        by_group = (a[0].transpose(0, 1), a[1].transpose(0, 1))
+        self._grouped(by_group, b, d.transpose(0, 1), recipe)
 
     def fp8_gemm_nt(
         self,
@@ -61,7 +62,8 @@ class SoftwareEngine:
         """``d[M, N] = a[M, K] . b[N, K].T`` (DeepGEMM 54e2261 ``csrc/apis/gemm.hpp``)."""
         chosen = check_fp8_gemm_nt(self.arch, a, b, d, c, recipe)
         self._refuse_other_devices(d)
-        self._product(a, b, d, chosen)
+        one = [(codes[None], scale[None]) for codes, scale in (a, b)]
+        self._grouped(one[0], one[1], d[None], chosen)
 
     def inv_rope_fp8_quant(
         self,
@@ -102,38 +104,44 @@ class SoftwareEngine:
             "numba": numba.__version__,
             "numpy": np.__version__,
             "torch": torch.__version__,
-            "device": platform.processor() or platform.machine(),
+            "device": platform.processor() or platform.machine()
+            if self.device.type == "cpu"
+            else torch.cuda.get_device_name(self.device),
             "threads": gemm.thread_count(),
         }
 
-    def _product(self, a: Operand, b: Operand, d: torch.Tensor, recipe: Recipe) -> None:
-        """One ``[T, K] x [N, K]`` product with any scale layout that the checks admit."""
-        tokens, columns = d.shape
-        if tokens == 0 or columns == 0:
+    def _grouped(self, a: Operand, b: Operand, d: torch.Tensor, recipe: Recipe) -> None:
+        """``d[g] = a[g] . b[g].T`` for ``[G, T, K]`` and ``[G, N, K]`` codes with any scales that the checks admit."""
+        if d.numel() == 0:
             return
-        a_scales = self._scales(a[1], tokens, recipe[0])
-        b_scales = self._scales(b[1], columns, recipe[1])
-        out = np.zeros((tokens, columns), np.float32)
-        gemm.matmul(self.arch, _codes(a[0]), a_scales, _codes(b[0]), b_scales, recipe[2], out)
-        if d.dtype == torch.float32:
-            d.copy_(torch.from_numpy(out))
+        codes = [operand[0].detach().view(torch.uint8) for operand in (a, b)]
+        scales = [self._per_row(operand[1], rows, gran) for operand, rows, gran in zip((a, b), d.shape[1:], recipe)]
+        if d.device.type == "cpu":
+            for group in range(d.shape[0]):
+                x, sx, w, sw = (t[group].numpy() for t in (codes[0], scales[0], codes[1], scales[1]))
+                d[group].copy_(self._on_cpu(x, sx, w, sw, recipe[2], d.dtype))
         else:
-            d.copy_(torch.from_numpy(gemm.round_to_bf16_bits(out).view(np.int16)).view(torch.bfloat16))
+            from oproj.engines.software import cuda_twin
 
-    def _scales(self, scale: torch.Tensor, rows: int, gran_mn: int) -> np.ndarray:
+            d.copy_(cuda_twin.matmul(self.arch, codes[0], scales[0], codes[1], scales[1], recipe[2]))
+
+    def _on_cpu(
+        self, a: np.ndarray, a_scales: np.ndarray, b: np.ndarray, b_scales: np.ndarray, gran_k: int, dtype: torch.dtype
+    ) -> torch.Tensor:
+        out = np.zeros((a.shape[0], b.shape[0]), np.float32)
+        gemm.matmul(self.arch, a, a_scales, np.ascontiguousarray(b), b_scales, gran_k, out)
+        if dtype == torch.float32:
+            return torch.from_numpy(out)
+        return torch.from_numpy(gemm.round_to_bf16_bits(out).view(np.int16)).view(torch.bfloat16)
+
+    def _per_row(self, scale: torch.Tensor, rows: int, gran_mn: int) -> torch.Tensor:
         """One scale per row and K block: FP32 values, or UE8M0 bytes where the row takes exponents inside."""
         if scale.dtype == torch.int32:
-            per_row = unpack_ue8m0(scale)
+            scale = unpack_ue8m0(scale)
         elif self.arch.mma.scales_inside:
-            per_row = float_to_ue8m0(scale)
-        else:
-            per_row = scale
-        return np.ascontiguousarray(per_row.numpy().repeat(gran_mn, axis=0)[:rows])
+            scale = float_to_ue8m0(scale)
+        return scale.repeat_interleave(gran_mn, dim=1)[:, :rows] if gran_mn > 1 else scale
 
     def _refuse_other_devices(self, d: torch.Tensor) -> None:
-        if d.device.type != "cpu":
-            raise ValueError(f"d is on {d.device}; the software engine works on CPU tensors")
-
-
-def _codes(codes: torch.Tensor) -> np.ndarray:
-    return np.ascontiguousarray(codes.detach().view(torch.uint8).numpy())
+        if d.device.type != self.device.type:
+            raise ValueError(f"d is on {d.device}; this software engine works on {self.device.type} tensors")
