@@ -216,7 +216,7 @@ def quantize_bound(y: Any, scale: Any, slack: Any = 0.0) -> torch.Tensor:
     ``max(2^-4 * (|y|+slack), 2^-10 * scale) + slack``: half a step is at most 2^-4 of a normal, 2^-10 of a subnormal
     code. ``slack``: what the quantiser's own input may differ from ``y`` (rotation, a bound on z). A scale that is not
     a power of two adds ``2^-20 * (|y|+slack)`` for the rounded quotient or reciprocal. Clamping is refused:
-    ``|y| - slack <= 448 * scale`` must hold; where only the slack reaches beyond, its excess enters the maximum.
+    ``|y| - slack <= 448 * scale`` must hold; where only the slack reaches beyond, clamping moves codes toward y.
 
     y ``[..., K]``; scale ``[..., K/block]`` (FP32 values), positive. Returns float64 ``[..., K]``. Raises
     ``NotApplicable`` naming the first clamped element, NaN or unusable scale.
@@ -232,7 +232,6 @@ def quantize_bound(y: Any, scale: Any, slack: Any = 0.0) -> torch.Tensor:
     quotient = np.where(np.frexp(scales)[0] == 0.5, 0.0, QUOTIENT)
     refuse_where(size - margin > E4M3_MAX * scales * (1 + quotient), "|y|", size, "exceeds 448 * scale: it clamps")
     step = np.maximum(E4M3_RELATIVE * largest, E4M3_ABSOLUTE * scales)
-    step = np.maximum(step, largest - E4M3_MAX * scales)
     return torch.as_tensor((step + quotient * largest + margin) * F64_SLACK)
 
 

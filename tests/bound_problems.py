@@ -68,18 +68,19 @@ class Problem:
 
 
 def problem(arch: str, family: str, scales: str, seed: int, shape: tuple[int, int, int, int]) -> Problem:
-    """Random operands; scales are ``general`` (FP32; bytes from tiny to large) or ``powers`` of moderate size."""
+    """Random operands; scales: ``general`` FP32 (bytes 0-159), ``tiny`` (FP32-subnormal terms) or ``powers`` of 2."""
     rng, (tokens, groups, rows, depth) = np.random.default_rng(seed), shape
     a = codes(rng, family, (tokens, groups, depth), other=False)
     w = codes(rng, family, (groups, rows, depth), other=True)
     if exact.ROWS[arch].promotion:
         shapes = (tokens, groups, depth // 128), (groups, -(-rows // 128), depth // 128)
-        drawn = [np.exp2(rng.integers(-12, 5, s)) * (rng.random(s) + 0.5 if scales == "general" else 1) for s in shapes]
+        low, high = (-62, -50) if scales == "tiny" else (-12, 5)
+        drawn = [np.exp2(rng.integers(low, high, s)) * (1 if scales == "powers" else rng.random(s) + 1) for s in shapes]
         fp32 = [torch.from_numpy(s.astype(np.float32)) for s in drawn]
         return Problem(arch, a, fp32[0], w, fp32[1])
     gran_k = int(rng.choice([32, 128]))
     words = -(-depth // (4 * gran_k)) * 4
-    low, high = (0, 160) if scales == "general" else (110, 130)
+    low, high = {"general": (0, 160), "tiny": (0, 70), "powers": (110, 130)}[scales]
     packed = [
         torch.from_numpy(rng.integers(low, high, (*s, words)).astype(np.uint8)).view(torch.int32)
         for s in ((tokens, groups), (groups, rows))
@@ -92,9 +93,9 @@ def indices(p: Problem) -> list[tuple[int, int, int]]:
 
 
 problems = st.builds(
-    problem, st.sampled_from(sorted(ARCHS)), st.sampled_from(FAMILIES), st.sampled_from(["powers", "general"]),
+    problem, st.sampled_from(sorted(ARCHS)), st.sampled_from(FAMILIES), st.sampled_from(["powers", "general", "tiny"]),
     st.integers(0, 2**32 - 1),
-    st.tuples(st.integers(1, 3), st.integers(1, 2), st.integers(1, 3), st.sampled_from([128, 256, 512])),
+    st.tuples(st.integers(1, 2), st.integers(1, 2), st.integers(1, 3), st.sampled_from([128, 256, 512])),
 )
 
 
