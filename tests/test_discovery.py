@@ -115,6 +115,17 @@ def test_a_package_that_does_not_load_is_reported_with_its_file(monkeypatch, tmp
     assert "built for another torch" in finding.why_not and "built for another torch" in finding.line()
 
 
+def test_a_missing_dependency_is_not_taken_for_a_missing_package(monkeypatch, tmp_path):
+    (tmp_path / "deep_gemm").mkdir()
+    (tmp_path / "deep_gemm" / "__init__.py").write_text("import tvm_ffi\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "deep_gemm", raising=False)
+    monkeypatch.setitem(sys.modules, "tvm_ffi", None)
+    finding = examine("deep_gemm", device=CPU, arch=SM90)
+    assert finding.installed and not finding.works
+    assert "its dependency apache-tvm-ffi is not installed" in finding.why_not
+
+
 def test_an_absent_package_and_an_absent_part_of_one_are_not_installed(monkeypatch, tmp_path):
     (tmp_path / "holder_of_none").mkdir()
     (tmp_path / "holder_of_none" / "__init__.py").write_text("")

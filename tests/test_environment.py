@@ -81,7 +81,7 @@ def test_with_a_gpu_whose_deep_gemm_works_auto_takes_it_for_that_row_alone(monke
 
 def test_with_a_gpu_and_a_broken_deep_gemm_auto_has_no_engine_and_says_why(monkeypatch):
     with_gpu(monkeypatch, (9, 0))
-    error = RuntimeError("Dimension specified as -1 but tensor has no dimensions")
+    error = RuntimeError("Dimension specified as -1 but tensor has no dimensions [0]")
     monkeypatch.setitem(sys.modules, "deep_gemm", FakeDeepGemm(SM90, error=error))
     monkeypatch.setitem(sys.modules, "vllm", None)
     monkeypatch.setattr(discovery, "current_gpu", lambda: (torch.device("cpu"), SM90, ""))
@@ -89,7 +89,7 @@ def test_with_a_gpu_and_a_broken_deep_gemm_auto_has_no_engine_and_says_why(monke
     assert collected["engines"]["sm90"]["auto"] is None
     text = environment.to_text(collected)
     assert "sm90   none: the device is sm90 but no DeepGEMM works" in text
-    assert "built for another torch" in text
+    assert "built for another torch" in text and "no dimensions (0)" in text
 
 
 def test_measured_stages_come_from_the_evidence_records(monkeypatch):

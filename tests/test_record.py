@@ -48,6 +48,15 @@ def test_a_file_gives_back_every_set_bit_for_bit_and_says_where_it_comes_from(tm
     assert [path.name for path in tmp_path.iterdir()] == ["x.npz"], "no temporary file is left"
 
 
+def test_arrays_of_equal_bytes_and_unequal_shape_stay_apart(tmp_path):
+    zeros = np.zeros(256, np.uint8)
+    ones = np.ones((2, 1, 1), np.float32)
+    item = golden.GoldenSet("z", golden.EINSUM, "", zeros.reshape(2, 1, 128), ones, zeros.reshape(1, 2, 128), ones[:1])
+    golden.save(tmp_path / "x.npz", [item.with_result(np.zeros((2, 1, 2), np.uint16))], {})
+    loaded = golden.load(tmp_path / "x.npz")[1][0]
+    assert (loaded.a.shape, loaded.b.shape) == ((2, 1, 128), (1, 2, 128))
+
+
 def test_incomplete_files_and_sets_without_a_result_are_refused(tmp_path):
     item = few_sets()[0]
     with pytest.raises(ValueError, match="has no result"):
@@ -133,6 +142,30 @@ def test_a_mismatch_an_error_and_a_spent_budget_each_fail_their_cells():
     assert all("time budget" in cell.error and not cell.passed for cell in cells)
 
 
+@pytest.mark.parametrize("wrong, error, code", [(0, "", 0), (1, "", 1), (0, "left out", 1)])
+def test_the_exit_code_covers_the_proof(monkeypatch, tmp_path, wrong, error, code):
+    cell = proof.Cell("wo_a", "v4-pro", 2, "normal/pow2", (1, 3), compared=10, mismatched=wrong, error=error)
+    monkeypatch.setattr(proof, "prove", lambda *args, **options: [cell])
+    assert make(tmp_path, hardware(), few_sets()[:1], prove=True)[0] == code
+    bulk = json.loads((tmp_path / "evidence.json").read_text())["records"][-1]
+    assert (bulk["compared"], bulk["mismatched"]) == (10, wrong) and "v4-pro; tp 2; tokens 1, 3" in bulk["detail"]
+    assert json.loads((tmp_path / "proof.json").read_text())["cells"][0]["error"] == error
+
+
+@pytest.mark.usefixtures("_one_family")
+def test_the_proof_calls_the_gpu_for_every_group_once_a_token_count(monkeypatch):
+    engine, einsum, seen = hardware(), proof._einsum, []
+
+    def watched(which, data, rows, groups):
+        if which is engine:
+            seen.append((groups.start, groups.stop, rows.stop - rows.start))
+        return einsum(which, data, rows, groups)
+
+    monkeypatch.setattr(proof, "_einsum", watched)
+    proof.prove(engine, SoftwareEngine("sm90"), budget=1e9, say=lambda line: None, **SMALL | {"tp_sizes": (4,)})
+    assert seen == [(2 * rank, 2 * rank + 2, count) for rank in range(4) for count in (1, 3)]
+
+
 def test_an_exception_in_one_cell_is_its_error(monkeypatch):
     def broken(*args):
         raise RuntimeError("lost the device")
@@ -147,6 +180,8 @@ def test_an_exception_in_one_cell_is_its_error(monkeypatch):
 def test_rows_with_ue8m0_scales_record_the_sets_whose_scales_they_hold(arch, tmp_path):
     sets = [item for item in single_blocks() if golden.fits(arch, item)]
     assert {item.name.split("/")[2] for item in sets} == {"unit", "pow2"}
+    finite = {item.name.split("/")[1] for item in special() if golden.fits(arch, item)}
+    assert {"base", "nan_codes_a"} <= finite and not finite & {"nan_scales", "inf_scales", "zeros"}
     assert make(tmp_path, hardware(arch), sets[:3])[0] == 0
 
 

@@ -35,7 +35,7 @@ SYMPTOMS: tuple[tuple[str, str], ...] = (
     (r"undefined symbol: \S*(3tvm|TVMFFI)", "built for another apache-tvm-ffi"),
     (r"undefined symbol: \S*(3c10|2at|5torch|THP|aoti_torch)", "built for another torch"),
     (r"(lib(torch|c10)\S*\.so\S*): cannot open shared object", "built for another torch"),
-    (r"No module named '?tvm_ffi", "its dependency apache-tvm-ffi is not installed"),
+    (r"No module named '?tvm_ffi|import of tvm_ffi halted", "its dependency apache-tvm-ffi is not installed"),
     (r"lib(cudart|nvrtc|cublas)\S*: cannot open shared object", "built for another CUDA"),
     (r"no kernel image|Unsupported arch|Unknown (recipe|SF transformation)", "no kernel for this GPU"),
 )
