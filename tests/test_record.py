@@ -182,6 +182,8 @@ def test_rows_with_ue8m0_scales_record_the_sets_whose_scales_they_hold(arch, tmp
     assert {item.name.split("/")[2] for item in sets} == {"unit", "pow2"}
     finite = {item.name.split("/")[1] for item in special() if golden.fits(arch, item)}
     assert {"base", "nan_codes_a"} <= finite and not finite & {"nan_scales", "inf_scales", "zeros"}
+    for scale in (np.inf, 0.0, -1.0, 1.5, 2.0**-127):
+        assert not golden.fits(arch, replace(sets[0], sa=np.full_like(sets[0].sa, scale))), scale
     assert make(tmp_path, hardware(arch), sets[:3])[0] == 0
 
 
