@@ -1,4 +1,5 @@
 """reference.formats: its tables against torch's casts and fractions, dequantisation per element."""
+
 from __future__ import annotations
 
 import math
@@ -74,8 +75,13 @@ def test_packed_words_are_little_endian(quads: list[list[int]]) -> None:
 
 @few
 @given(
-    seed=st.integers(0, 2**32), lead=st.lists(st.integers(0, 3), max_size=2), rows=st.integers(0, 7),
-    blocks=st.integers(0, 5), block_k=st.sampled_from([1, 2, 4]), block_mn=st.integers(1, 4), data=st.data(),
+    seed=st.integers(0, 2**32),
+    lead=st.lists(st.integers(0, 3), max_size=2),
+    rows=st.integers(0, 7),
+    blocks=st.integers(0, 5),
+    block_k=st.sampled_from([1, 2, 4]),
+    block_mn=st.integers(1, 4),
+    data=st.data(),
 )
 def test_an_element_is_its_code_times_its_blocks_scale(seed, lead, rows, blocks, block_k, block_mn, data):
     codes = random_codes(seed, *lead, rows, blocks * block_k)
@@ -161,19 +167,22 @@ def test_inputs_are_not_modified() -> None:
     assert all(torch.equal(a, b) for a, b in zip((codes, scale, words), before, strict=True))
 
 
-@pytest.mark.parametrize("codes, scale, block_k, block_mn", [
-    ((2, 3, 8), (2, 3, 3), 4, 1),  # one block too many
-    ((2, 3, 8), (2, 3, 1), 4, 1),  # one too few: would broadcast
-    ((2, 3, 8), (2, 1, 2), 4, 1),  # would broadcast over rows
-    ((1, 3, 8), (2, 3, 2), 4, 1),  # would broadcast over groups
-    ((2, 3, 8), (3, 2), 4, 1),     # another rank
-    ((8,), (2,), 4, 1),            # no rows
-    ((2, 3, 9), (2, 3, 2), 4, 1),  # K is no multiple of the block
-    ((2, 7, 8), (2, 2, 2), 4, 3),  # 7 rows are 3 blocks of 3
-    ((2, 6, 8), (2, 3, 2), 4, 3),
-    ((2, 3, 8), (2, 3, 2), 0, 1),
-    ((2, 3, 8), (2, 3, 2), 4, 0),
-])
+@pytest.mark.parametrize(
+    "codes, scale, block_k, block_mn",
+    [
+        ((2, 3, 8), (2, 3, 3), 4, 1),  # one block too many
+        ((2, 3, 8), (2, 3, 1), 4, 1),  # one too few: would broadcast
+        ((2, 3, 8), (2, 1, 2), 4, 1),  # would broadcast over rows
+        ((1, 3, 8), (2, 3, 2), 4, 1),  # would broadcast over groups
+        ((2, 3, 8), (3, 2), 4, 1),  # another rank
+        ((8,), (2,), 4, 1),  # no rows
+        ((2, 3, 9), (2, 3, 2), 4, 1),  # K is no multiple of the block
+        ((2, 7, 8), (2, 2, 2), 4, 3),  # 7 rows are 3 blocks of 3
+        ((2, 6, 8), (2, 3, 2), 4, 3),
+        ((2, 3, 8), (2, 3, 2), 0, 1),
+        ((2, 3, 8), (2, 3, 2), 4, 0),
+    ],
+)
 def test_shapes_that_do_not_fit_are_refused(codes, scale, block_k, block_mn) -> None:
     zeros = torch.zeros(codes, dtype=torch.uint8)
     with pytest.raises(ValueError, match=re.escape(f"codes {list(codes)}, scale {list(scale)}")):

@@ -1,4 +1,5 @@
 """reference.o_proj against sums in exact integers and fractions, and its strides against hidden copies."""
+
 from __future__ import annotations
 
 import math
@@ -31,8 +32,14 @@ def dot(a: list[float], b: list[float]) -> Fraction:
 
 
 @few
-@given(seed=seeds, t=st.integers(0, 3), g=st.integers(1, 3), r=st.integers(0, 4), k=st.integers(1, 9),
-       shift=st.integers(-40, 40))
+@given(
+    seed=seeds,
+    t=st.integers(0, 3),
+    g=st.integers(1, 3),
+    r=st.integers(0, 4),
+    k=st.integers(1, 9),
+    shift=st.integers(-40, 40),
+)
 def test_grouped_wo_a_is_the_exact_sum_on_scaled_integers(seed, t, g, r, k, shift) -> None:
     x, w = integers(seed, t, g, k) * 2.0**shift, integers(seed + 1, g, r, k)
     z = grouped_wo_a(x, w)
@@ -92,8 +99,7 @@ def test_nan_and_inf_stay_in_their_token_and_group() -> None:
 
 
 @few
-@given(seed=seeds, t=st.integers(0, 3), g=st.integers(1, 4), per_group=st.integers(1, 3),
-       plain=st.integers(0, 3))
+@given(seed=seeds, t=st.integers(0, 3), g=st.integers(1, 4), per_group=st.integers(1, 3), plain=st.integers(0, 3))
 def test_the_chain_is_the_textbook_sum(seed, t, g, per_group, plain) -> None:
     """Straight from the definition in Python numbers: group j takes heads j*per_group and following."""
     width, r, hidden, length = 4, 3, 2, 6
@@ -102,9 +108,10 @@ def test_the_chain_is_the_textbook_sum(seed, t, g, per_group, plain) -> None:
     w_a, w_b = integers(seed + 2, g, r, per_group * d), integers(seed + 3, hidden, g * r)
     positions = integers(seed + 4, t).long() % length
     x, z, y = o_proj(o, positions, table, w_a, w_b, n_groups=g, rope_dim=width)
-    turned = [[one_head(o[i, h].tolist(), table[positions[i]].tolist()) for h in range(g * per_group)]
-              for i in range(t)]
-    grouped = [[joined(heads[j * per_group:(j + 1) * per_group]) for j in range(g)] for heads in turned]
+    turned = [
+        [one_head(o[i, h].tolist(), table[positions[i]].tolist()) for h in range(g * per_group)] for i in range(t)
+    ]
+    grouped = [[joined(heads[j * per_group : (j + 1) * per_group]) for j in range(g)] for heads in turned]
     a, b = w_a.tolist(), w_b.tolist()
     low = [[[float(dot(token[j], row)) for row in a[j]] for j in range(g)] for token in grouped]
     out = [[float(dot(joined(token), row)) for row in b] for token in low]
@@ -121,7 +128,7 @@ def one_head(values: list[float], row: list[float]) -> list[float]:
     """A head whose last 4 values turn back by the angles of row = cos, cos, sin, sin (conjugate product)."""
     out = values[:-4]
     for pair in range(2):
-        turned = complex(*values[len(out): len(out) + 2]) * complex(row[pair], row[2 + pair]).conjugate()
+        turned = complex(*values[len(out) : len(out) + 2]) * complex(row[pair], row[2 + pair]).conjugate()
         out += [turned.real, turned.imag]
     return out
 
@@ -137,7 +144,7 @@ def test_ranks_share_z_and_their_partial_sums_add_up(ranks: int) -> None:
     for rank in range(ranks):
         mine = slice(rank * own, (rank + 1) * own)
         columns = slice(rank * own * r, (rank + 1) * own * r)
-        part = o[:, rank * heads // ranks:(rank + 1) * heads // ranks]
+        part = o[:, rank * heads // ranks : (rank + 1) * heads // ranks]
         _, z_part, y_part = o_proj(part, positions, table, w_a[mine], w_b[:, columns], n_groups=own)
         assert torch.equal(z_part, z[:, mine])
         partials.append(y_part)
@@ -207,19 +214,34 @@ def test_inputs_are_not_modified() -> None:
     assert torch.equal(inverse_rope(*inputs[:3]), inverse_rope(*before[:3]))
 
 
-@pytest.mark.parametrize("x, w", [
-    ((2, 3, 8), (3, 4, 9)), ((2, 3, 8), (2, 4, 8)), ((2, 1, 8), (3, 4, 8)), ((2, 3, 8), (1, 4, 8)),
-    ((2, 24), (3, 4, 8)), ((2, 3, 8), (12, 8)),
-])
+@pytest.mark.parametrize(
+    "x, w",
+    [
+        ((2, 3, 8), (3, 4, 9)),
+        ((2, 3, 8), (2, 4, 8)),
+        ((2, 1, 8), (3, 4, 8)),
+        ((2, 3, 8), (1, 4, 8)),
+        ((2, 24), (3, 4, 8)),
+        ((2, 3, 8), (12, 8)),
+    ],
+)
 def test_grouped_wo_a_refuses_shapes_that_do_not_fit(x, w) -> None:
     with pytest.raises(ValueError, match=r"x must be \[T, G, K\]"):
         grouped_wo_a(torch.ones(x), torch.ones(w))
 
 
-@pytest.mark.parametrize("z, w", [
-    ((2, 3, 4), (5, 11)), ((2, 12), (5, 13)), ((2, 3, 2, 2), (5, 12)), ((12,), (5, 12)),
-    ((2, 12), (1, 5, 12)), ((2, 12), (12, 5)), ((0, 3, 4), (5, 11)),
-])
+@pytest.mark.parametrize(
+    "z, w",
+    [
+        ((2, 3, 4), (5, 11)),
+        ((2, 12), (5, 13)),
+        ((2, 3, 2, 2), (5, 12)),
+        ((12,), (5, 12)),
+        ((2, 12), (1, 5, 12)),
+        ((2, 12), (12, 5)),
+        ((0, 3, 4), (5, 11)),
+    ],
+)
 def test_wo_b_refuses_shapes_that_do_not_fit(z, w) -> None:
     with pytest.raises(ValueError, match=r"z must be \[T, G, R\]"):
         wo_b(torch.ones(z), torch.ones(w))

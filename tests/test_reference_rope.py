@@ -1,4 +1,5 @@
 """reference.rope against complex arithmetic, exact integers and a 60-digit table."""
+
 from __future__ import annotations
 
 import math
@@ -95,7 +96,7 @@ def test_with_its_own_table_the_forward_rotation_brings_back_the_input(kind) -> 
             # A rotation errs by at most gamma_2 |pair| a lane (Cauchy), so by 2 sqrt(2) u |pair| as a vector.
             # cos and sin are within an ulp, u below 1, hence |cos^2 + sin^2 - 1| <= 2 sqrt(2) u. In one lane
             # first rotation + second + that = (2 sqrt(2) + 2 + 2 sqrt(2)) u < 8u; 9u covers second order.
-            pair = math.hypot(*o[t, i // 2 * 2: i // 2 * 2 + 2].tolist())
+            pair = math.hypot(*o[t, i // 2 * 2 : i // 2 * 2 + 2].tolist())
             assert abs(now - was) <= 9 * U * pair
 
 
@@ -208,8 +209,8 @@ def test_strided_inputs_are_read_and_padding_is_not(device: str) -> None:
     assert not got.isnan().any() and got.is_contiguous()
     assert torch.equal(got, inverse_rope(o.contiguous(), positions.contiguous(), table.contiguous()))
     for t, position in enumerate(positions.tolist()):  # each token meets its own row
-        alone = inverse_rope(o[t: t + 1], torch.tensor([position], device=device), table)
-        assert torch.equal(got[t: t + 1], alone)
+        alone = inverse_rope(o[t : t + 1], torch.tensor([position], device=device), table)
+        assert torch.equal(got[t : t + 1], alone)
 
 
 @on_each_device
@@ -232,24 +233,27 @@ def test_inputs_are_not_modified_nor_returned() -> None:
 GOOD_O, P, TABLE = torch.zeros(2, 3, 512), torch.tensor([0, 1]), torch.ones(2, 64)
 
 
-@pytest.mark.parametrize("o, positions, table, rope_dim, words", [
-    (GOOD_O, torch.tensor([0, 2]), TABLE, 64, "position 2 is outside"),
-    (GOOD_O, torch.tensor([-1, 0]), TABLE, 64, "position -1 is outside"),
-    (GOOD_O, P, TABLE[:0], 64, "position 0 is outside"),
-    (GOOD_O, torch.tensor([0, 1, 1]), TABLE, 64, "3 positions for 2 tokens"),
-    (GOOD_O, torch.tensor([0]), TABLE, 64, "1 positions for 2 tokens"),
-    (GOOD_O, P[:, None], TABLE, 64, r"positions must be int64 \[T\]"),
-    (GOOD_O, P.float(), TABLE, 64, "positions must be int64"),
-    (GOOD_O, P.bool(), TABLE, 64, "positions must be int64"),
-    (GOOD_O, P, TABLE[:, :32], 64, "cos_sin_cache must be"),
-    (GOOD_O, P, TABLE[None], 64, "cos_sin_cache must be"),
-    (GOOD_O, P, TABLE, 32, "cos_sin_cache must be"),
-    (GOOD_O[..., :63], P, TABLE, 64, "D >= rope_dim = 64"),
-    (GOOD_O[0, 0], P, TABLE, 64, "o must be"),
-    (GOOD_O, P, TABLE[:, :63], 63, "rope_dim = 63"),
-    (GOOD_O, P, TABLE[:, :0], 0, "rope_dim = 0"),
-    (GOOD_O, P, TABLE, -64, "rope_dim = -64"),
-])
+@pytest.mark.parametrize(
+    "o, positions, table, rope_dim, words",
+    [
+        (GOOD_O, torch.tensor([0, 2]), TABLE, 64, "position 2 is outside"),
+        (GOOD_O, torch.tensor([-1, 0]), TABLE, 64, "position -1 is outside"),
+        (GOOD_O, P, TABLE[:0], 64, "position 0 is outside"),
+        (GOOD_O, torch.tensor([0, 1, 1]), TABLE, 64, "3 positions for 2 tokens"),
+        (GOOD_O, torch.tensor([0]), TABLE, 64, "1 positions for 2 tokens"),
+        (GOOD_O, P[:, None], TABLE, 64, r"positions must be int64 \[T\]"),
+        (GOOD_O, P.float(), TABLE, 64, "positions must be int64"),
+        (GOOD_O, P.bool(), TABLE, 64, "positions must be int64"),
+        (GOOD_O, P, TABLE[:, :32], 64, "cos_sin_cache must be"),
+        (GOOD_O, P, TABLE[None], 64, "cos_sin_cache must be"),
+        (GOOD_O, P, TABLE, 32, "cos_sin_cache must be"),
+        (GOOD_O[..., :63], P, TABLE, 64, "D >= rope_dim = 64"),
+        (GOOD_O[0, 0], P, TABLE, 64, "o must be"),
+        (GOOD_O, P, TABLE[:, :63], 63, "rope_dim = 63"),
+        (GOOD_O, P, TABLE[:, :0], 0, "rope_dim = 0"),
+        (GOOD_O, P, TABLE, -64, "rope_dim = -64"),
+    ],
+)
 def test_arguments_that_do_not_fit_are_refused(o, positions, table, rope_dim, words) -> None:
     inverse_rope(GOOD_O, P, TABLE)
     with pytest.raises(ValueError, match=words):
@@ -270,7 +274,12 @@ def test_table_parameters_out_of_range_are_refused() -> None:
             cos_sin(P, **bad)
     with pytest.raises(ValueError, match="positions"):
         cos_sin(P.float())
-    for bad in ({"factor": 0.0}, {"factor": math.nan}, {"beta_fast": 0.5}, {"beta_slow": 0.0},
-                {"original_max_position": 0}):
+    for bad in (
+        {"factor": 0.0},
+        {"factor": math.nan},
+        {"beta_fast": 0.5},
+        {"beta_slow": 0.0},
+        {"original_max_position": 0},
+    ):
         with pytest.raises(ValueError, match="positive"):
             Yarn(**bad)

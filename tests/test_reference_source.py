@@ -1,4 +1,5 @@
 """reference/ stays what an auditor is promised: it imports torch and nothing of ours, and it is short."""
+
 from __future__ import annotations
 
 import ast
@@ -35,19 +36,22 @@ def test_a_file_imports_torch_and_nothing_of_ours(path: Path) -> None:
     assert foreign_imports(path.read_text()) == []
 
 
-@pytest.mark.parametrize("planted, name", [
-    ("import oproj", "oproj"),
-    ("import torch, numpy as np", "numpy"),
-    ("from conformance.bounds import wo_a_bound", "conformance.bounds"),
-    ("def f():\n    from oproj.rope import cos_sin_cache", "oproj.rope"),
-    ("if True:\n    import reports.rows", "reports.rows"),
-    ("import importlib", "importlib"),
-    ("from .. import oproj", ".."),
-    ("from ..oproj import rope", "..oproj"),
-    ("__import__('oproj')", "__import__"),
-    ("exec('import oproj')", "exec"),
-    ("import torchvision", "torchvision"),
-])
+@pytest.mark.parametrize(
+    "planted, name",
+    [
+        ("import oproj", "oproj"),
+        ("import torch, numpy as np", "numpy"),
+        ("from conformance.bounds import wo_a_bound", "conformance.bounds"),
+        ("def f():\n    from oproj.rope import cos_sin_cache", "oproj.rope"),
+        ("if True:\n    import reports.rows", "reports.rows"),
+        ("import importlib", "importlib"),
+        ("from .. import oproj", ".."),
+        ("from ..oproj import rope", "..oproj"),
+        ("__import__('oproj')", "__import__"),
+        ("exec('import oproj')", "exec"),
+        ("import torchvision", "torchvision"),
+    ],
+)
 def test_a_planted_import_is_seen(planted: str, name: str) -> None:
     clean = (FOLDER / "rope.py").read_text()
     assert foreign_imports(clean + "\n" + planted) == [name]
