@@ -151,6 +151,12 @@ def test_margin_above_one_is_named_and_one_itself_passes(seed: int, at: tuple[in
     assert f"z[{', '.join(map(str, at))}]" in judge(tight, "bound", expected=60).reason
 
 
+def test_error_one_ulp_beyond_its_bound_is_mismatched() -> None:
+    got, bound = torch.tensor([2.0, 2.0]), torch.tensor([2.0, 2.0 - 2.0**-52], dtype=torch.float64)
+    comparison = compare_values(got, torch.zeros(2).double(), bound, "z")
+    assert comparison.mismatched == 1 and comparison.first_bad is not None and comparison.first_bad.at == (1,)
+
+
 def test_nothing_that_is_not_finite_is_within_a_bound() -> None:
     want = tensor(5, torch.float32).double()
     wide = torch.full_like(want, 1e30)

@@ -117,6 +117,7 @@ def test_bells_are_centred_and_have_their_width() -> None:
     assert abs(values.mean()) < 2
     assert abs(values.std() - 147.2) < 2
     assert values.max() == 448
+    assert np.array_equal(codes[:30], Stream(0, "w").bell_codes("x", (30,)))
 
 
 def scale_exponents(case: Case) -> torch.Tensor:
