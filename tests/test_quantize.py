@@ -99,6 +99,19 @@ def test_pairs_that_cancel_show_which_product_is_fused(variant: str) -> None:
     assert_bf16_mode_as_model(cancelling_call(), variant)
 
 
+@pytest.mark.parametrize("lane", [0, 1])
+@pytest.mark.parametrize("variant, code", [("fma_cos", 0x39), ("mul_mul_add", 0x38)])
+def test_the_fused_product_decides_a_code_next_to_a_tie(lane: int, variant: str, code: int) -> None:
+    """1.0625, half-way between two codes, is passed by the exact 1.25 * c + d only: rn(1.25 * c) is the tie itself."""
+    c, d = 14260634 * 2.0**-24, 3 * 2.0**-26
+    o = torch.full((1, 1, 32), 448.0, dtype=torch.bfloat16)  # scale 1
+    o[0, 0, 30 + lane], o[0, 0, 31 - lane] = 1.25, 1.0
+    args = call(o, torch.tensor([[c, d if lane == 0 else -d]]))
+    data, _ = SoftwareEngine("sm90").inv_rope_fp8_quant(**args, variant=variant)
+    assert codes_of(data)[0, 0, 30 + lane] == code
+    assert_same_as_model(args, variant)
+
+
 def test_the_variants_differ_where_pairs_cancel_and_the_fused_one_is_served() -> None:
     args, engine = cancelling_call(), SoftwareEngine("sm90")
     fused, separate = (engine.inv_rope_fp8_quant(**args, quantize=False, variant=v)[0] for v in VARIANTS)

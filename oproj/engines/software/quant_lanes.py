@@ -116,10 +116,12 @@ def quantize_tokens(
     heads_per_group,
     nope_dim,
     rope_dim,
-    block,
     fused,
-    log2_rule,
+    block,
     floor_bits,
+    min_field,
+    log2_rule,
+    nan_code,
     codes,
     fields,
 ):
@@ -139,8 +141,9 @@ def quantize_tokens(
                 head = group * heads_per_group + i
                 load_rotated(o, t * strides[0] + head * strides[1], y, nope_dim, rope_dim, row, fused)
                 for j in range(blocks):
+                    at = i * head_dim + j * block
                     fields[group, i * blocks + j, t] = quantize_block(
-                        y, j * block, block, floor_bits, 0, log2_rule, 0x7E, line, i * head_dim + j * block
+                        y, j * block, block, floor_bits, min_field, log2_rule, nan_code, line, at
                     )
 
 
@@ -164,13 +167,13 @@ def rotate_tokens(o, strides, t0, t1, positions, table, heads_per_group, nope_di
 
 
 @jit
-def quantize_rows(x, stride, t0, t1, k, block, floor_bits, min_field, nan_code, codes, fields):
-    """Rows ``t0:t1`` of BF16 bits ``x`` (1-D, row stride ``stride``) per 1 x block, exact power-of-two ceiling."""
+def quantize_rows(x, stride, t0, t1, k, block, floor_bits, min_field, log2_rule, nan_code, codes, fields):
+    """Rows ``t0:t1`` of BF16 bits ``x`` (1-D, row stride ``stride``) per 1 x block."""
     y = np.empty(k, np.float32)
     for t in range(t0, t1):
         for i in range(k):
             y[i] = as_f32(np.int32(np.uint32(x[t * stride + i]) << np.uint32(16)))
         for j in range(k // block):
             fields[j, t] = quantize_block(
-                y, j * block, block, floor_bits, min_field, False, nan_code, codes[t], j * block
+                y, j * block, block, floor_bits, min_field, log2_rule, nan_code, codes[t], j * block
             )

@@ -32,6 +32,10 @@ class Quantizer:
     nan_code: int
     source: str
 
+    def rule(self) -> tuple[np.int32, int, bool, int]:
+        """What the kernels of ``quant_lanes`` take: floor as FP32 bits, smallest exponent field, rule, code of NaN."""
+        return _float_bits(self.amax_floor), self.min_scale_byte, self.log2_rule, self.nan_code
+
 
 VLLM_FUSED = Quantizer(
     "vllm-fused", 1e-10, 0, True, 0x7E, "vLLM 0.33.0 deepseek_v4/common/ops/fused_inv_rope_fp8_quant.py"
@@ -116,13 +120,8 @@ def _rotated_codes(
     values = empty_values(tokens, groups, k, torch.float8_e4m3fn)
     codes = values.transpose(0, 1).view(torch.uint8).numpy()
     fields = np.zeros((groups, k // block, tma_aligned_size(tokens, 4)), np.uint8)
-    rule = (VLLM_FUSED.log2_rule, _float_bits(VLLM_FUSED.amax_floor))
-    _by_tokens(
-        tokens,
-        lambda t0, t1: quant_lanes.quantize_tokens(
-            *source, t0, t1, *rotation, block, variant == "fma_cos", *rule, codes, fields
-        ),
-    )
+    numbers = (variant == "fma_cos", block, *VLLM_FUSED.rule())
+    _by_tokens(tokens, lambda t0, t1: quant_lanes.quantize_tokens(*source, t0, t1, *rotation, *numbers, codes, fields))
     return values, fields
 
 
@@ -151,17 +150,7 @@ def quantize_groups(
     _by_tokens(
         rows,
         lambda t0, t1: quant_lanes.quantize_rows(
-            bits,
-            x.stride(0),
-            t0,
-            t1,
-            k,
-            group_size,
-            _float_bits(quantizer.amax_floor),
-            quantizer.min_scale_byte,
-            quantizer.nan_code,
-            target,
-            fields[0],
+            bits, x.stride(0), t0, t1, k, group_size, *quantizer.rule(), target, fields[0]
         ),
     )
     return codes, _scales_from_fields(fields, rows, packed)[:, 0]
