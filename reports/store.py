@@ -115,16 +115,10 @@ def load(path: str | os.PathLike[str]) -> pd.DataFrame:
 
 
 def write_csv(df: pd.DataFrame, path: str | os.PathLike[str]) -> Path:
-    """Write rows as CSV with every bit of every float, NaN as 'nan'; `load` reads them back equal."""
-    table = pa.Table.from_pandas(validate(df)[list(ARROW_SCHEMA.names)], preserve_index=False)
-    table = pa.table([_plain(table.column(f.name), f) for f in ARROW_SCHEMA], schema=ARROW_SCHEMA)
+    """Write rows as CSV with every bit of every float, NaN as an empty cell; `load` reads them back equal."""
+    plain = pa.schema([(field.name, field.type) for field in ARROW_SCHEMA])
+    table = pa.Table.from_pandas(validate(df)[plain.names], preserve_index=False).cast(plain)
     return write_atomically(path, lambda temporary: pyarrow.csv.write_csv(table, temporary))
-
-
-def _plain(values: pa.ChunkedArray, field: pa.Field) -> pa.ChunkedArray:
-    # pandas turns NaN into null on the way to Arrow; the schema has no null.
-    filled = values.fill_null(float("nan")) if pa.types.is_floating(field.type) else values
-    return filled.cast(field.type)
 
 
 def _load_folder(folder: Path) -> pd.DataFrame:

@@ -49,6 +49,13 @@ def test_parquet_and_csv_give_the_same_rows_back(tmp_path_factory, drawn, flush_
     assert_same(load(write_csv(df, folder / "rows.csv")), df)
 
 
+def test_a_csv_of_many_blocks_keeps_text_with_line_breaks(tmp_path):
+    df = frame(*({"reason": f"{i}\n" * 200} for i in range(3000)))
+    path = write_csv(df, tmp_path / "rows.csv")
+    assert path.stat().st_size > 2**21
+    assert_same(load(path), df)
+
+
 def test_a_part_can_be_loaded_alone_and_parts_load_in_order(tmp_path):
     with RowWriter(tmp_path, "r1", 1) as writer:
         writer.extend(row(case_id=f"c{i}") for i in range(3))
