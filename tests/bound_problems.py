@@ -18,6 +18,7 @@ FINITE = np.array([c for c in range(256) if c & 0x7F != 0x7F], np.uint8)
 E4M3_VALUES = np.array([float(exact.value(c)) if c & 0x7F != 0x7F else np.nan for c in range(256)])
 FAMILIES = ("any", "normal", "subnormal", "positive", "cancelling", "sparse", "breaks_kappa_1")
 
+
 def codes(rng: np.random.Generator, family: str, shape: tuple[int, ...], other: bool) -> np.ndarray:
     """e4m3 codes of a family; ``other`` is the weight side."""
     if family == "normal":
@@ -93,7 +94,10 @@ def indices(p: Problem) -> list[tuple[int, int, int]]:
 
 
 problems = st.builds(
-    problem, st.sampled_from(sorted(ARCHS)), st.sampled_from(FAMILIES), st.sampled_from(["powers", "general", "tiny"]),
+    problem,
+    st.sampled_from(sorted(ARCHS)),
+    st.sampled_from(FAMILIES),
+    st.sampled_from(["powers", "general", "tiny"]),
     st.integers(0, 2**32 - 1),
     st.tuples(st.integers(1, 2), st.integers(1, 2), st.integers(1, 3), st.sampled_from([128, 256, 512])),
 )
@@ -115,3 +119,10 @@ def one_step(arch: str, a: dict[int, int], w: dict[int, int], depth: int = 128) 
     for side, placed in zip(sides, (a, w), strict=True):
         side[0, 0, list(placed)] = list(placed.values())
     return unit_scales(arch, sides[0], sides[1])
+
+
+def quantize(y: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """Nearest e4m3 value times scale: the quotient in FP32, ties to even codes, clamped to 448."""
+    quotient = (y.astype(np.float32) / scales.astype(np.float32)).astype(np.float64)
+    codes = torch.from_numpy(np.clip(quotient, -448, 448)).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+    return E4M3_VALUES[codes] * scales
