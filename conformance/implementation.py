@@ -102,11 +102,7 @@ class EngineImplementation:
         groups, rank = config.n_groups, config.o_lora_rank
         weight, scale = weights.wo_a.weight, weights.wo_a.weight_scale_inv
         if scale is None:
-            return (
-                torch.bmm(x.data[:, :groups].transpose(0, 1), weight.view(groups, rank, -1).transpose(1, 2))
-                .transpose(0, 1)
-                .contiguous()
-            )
+            return bf16_groups(x.data[:, :groups], weight.view(groups, rank, -1))
         live = x.sliced(groups)
         z = torch.empty((live.data.shape[0], groups, rank), dtype=torch.bfloat16, device=live.data.device)
         recipe = self.arch.recipe(config.quant_group_size(self.arch))
@@ -133,9 +129,11 @@ class EngineImplementation:
         *,
         config: CaseConfig,
     ) -> torch.Tensor:
-        """The serving entry point on this engine; the chain of the methods where one of them is overridden."""
+        """The serving entry point on this engine; the chain of the methods where one of them is overridden, and where
+        the entry point's arithmetic is another (rotation variant, BF16 product of a CPU library)."""
         overridden = any(not inherits(self, stage) for stage in _CHAINED)
-        if overridden or config.variant != "fma_cos":
+        library = self.device.type == "cpu" and not config.fp8_wo_a(self.arch)
+        if overridden or library or config.variant != "fma_cos":
             return chain(self, o, positions, cos_sin_cache, weights, config)
         block = config.quant_group_size(self.arch)
         return deep_gemm_fp8_o_proj(
@@ -176,6 +174,17 @@ def chain(
     x = implementation.quantize(o, positions, cos_sin_cache, config=config)
     z = implementation.wo_a(x, weights, config=config)
     return implementation.wo_b(z, weights, config=config)
+
+
+def bf16_groups(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """z BF16 ``[T, G, R]`` of BF16 ``[T, G, K]`` and ``[G, R, K]``.
+
+    On a CPU the sum is taken in float64: the BF16 product of CPU libraries differs with the processor's instructions,
+    and rows of the software engine must not.
+    """
+    a, b = x.transpose(0, 1), weight.transpose(1, 2)
+    product = torch.bmm(a.double(), b.double()).bfloat16() if x.device.type == "cpu" else torch.bmm(a, b)
+    return product.transpose(0, 1).contiguous()
 
 
 def inherits(implementation: object, method: str) -> bool:

@@ -6,12 +6,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from conformance.case import Case
 from conformance.families import FAMILIES
 from conformance.implementation import METHODS, EngineImplementation, SoftwareImplementation, is_the_model
 from conformance.stages import StageResult, run_stages
 from oproj.arch import get_arch
+from oproj.engines.deep_gemm import DeepGemmEngine
+from oproj.engines.software import SoftwareEngine
 from planted import (
     Contiguous,
     Faulty,
@@ -117,6 +120,26 @@ def test_every_way_of_serving_passes(arch: str, preset: str, fields: dict[str, A
     results = run_stages(Case(arch, preset, 3, **sizes, **fields), Faulty(arch))  # type: ignore[arg-type]
     assert failed(results) == {}
     assert {"quantize", "wo_a", "wo_b", "reduce", "o_proj"} == {r.stage for r in results if r.verdict.status == "pass"}
+
+
+def test_another_engine_is_judged_bit_by_bit() -> None:
+    """DeepGEMM's adapter over a module that computes as the model does, then over one whose wo_a drops a group."""
+
+    def engine(flaw: float) -> DeepGemmEngine:
+        software = SoftwareEngine("sm90")
+
+        def fp8_einsum(expr: str, a: Any, b: Any, d: torch.Tensor, *, recipe: Any) -> None:
+            software.fp8_einsum(expr, a, b, d, recipe=recipe)
+            d[:, -1] *= flaw
+
+        module: Any = SimpleNamespace(__name__="deep_gemm", fp8_einsum=fp8_einsum, fp8_gemm_nt=software.fp8_gemm_nt)
+        return DeepGemmEngine("sm90", module=module, device="cpu")
+
+    right = run_stages(case(), EngineImplementation(engine(1.0)))
+    assert failed(right) == {}
+    bits = {r.stage for r in right if r.oracle == "bits" and r.verdict.status == "pass"}
+    assert bits == {"wo_a", "wo_b", "o_proj"}  # this engine leaves the quantiser to the model
+    assert set(failed(run_stages(case(), EngineImplementation(engine(0.0))))) == {"wo_a", "o_proj"}
 
 
 def test_model_is_not_its_own_judge_but_judges_what_is_overridden() -> None:
