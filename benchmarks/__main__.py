@@ -1,0 +1,37 @@
+"""``python -m benchmarks [--out DIR] [--quick]``: the figures of this machine as one table (CSV and Markdown too)."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import pandas as pd
+from rich.console import Console
+from rich.progress import track
+
+from benchmarks import software
+from reports.tables import to_markdown
+
+
+def main() -> int:
+    """Run every figure; exit code 0, or 1 when none could be taken."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("out/bench"), help="folder of figures.csv and figures.md")
+    parser.add_argument("--quick", action="store_true", help="small sizes: shows that it runs, not how fast")
+    arguments = parser.parse_args()
+    rows = []
+    figures = software.figures(quick=arguments.quick)
+    for figure in track(figures, description="benchmarks", console=Console(stderr=True)):
+        rows.append(figure())
+    frame = pd.DataFrame(rows, columns=["figure", "value", "unit", "target", "runs", "note"])
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    frame.to_csv(arguments.out / "figures.csv", index=False)
+    text = to_markdown(frame)
+    (arguments.out / "figures.md").write_text(text + "\n", encoding="utf-8")
+    print(text)
+    return 0 if frame["value"].notna().any() else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
