@@ -250,3 +250,26 @@ def test_engines_are_found_by_name():
 def test_scale_bytes_have_their_exact_values():
     values = ue8m0_to_float(torch.arange(256, dtype=torch.uint8))
     assert values[0].item() == 2.0**-127 and values[127].item() == 1.0 and torch.isnan(values[255])
+
+
+def test_scales_that_carry_gradients_are_taken():
+    rng = np.random.default_rng(9)
+    (a, sa), (b, sb), _, _ = operands(rng, SM90, 2, 1, 128, 256)
+    plain, graded = (torch.empty((2, 1, 128), dtype=torch.bfloat16) for _ in range(2))
+    engine = get_engine("software", "sm90")
+    engine.fp8_einsum("bhr,hdr->bhd", (a, sa), (b, sb), plain)
+    engine.fp8_einsum("bhr,hdr->bhd", (a, sa), (b, sb.clone().requires_grad_()), graded)
+    assert torch.equal(plain.view(torch.int16), graded.view(torch.int16))
+
+
+def test_parallel_work_ends_before_its_error_is_raised():
+    done = []
+
+    def task(number):
+        if number == 0:
+            raise RuntimeError("first")
+        done.append(number)
+
+    with pytest.raises(RuntimeError, match="first"):
+        gemm.run_parallel([lambda n=n: task(n) for n in range(6)])
+    assert sorted(done) == [1, 2, 3, 4, 5]

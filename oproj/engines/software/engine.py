@@ -136,6 +136,7 @@ class SoftwareEngine:
 
     def _per_row(self, scale: torch.Tensor, rows: int, gran_mn: int) -> torch.Tensor:
         """One scale per row and K block: FP32 values, or UE8M0 bytes where the row takes exponents inside."""
+        scale = scale.detach()
         if scale.dtype == torch.int32:
             scale = unpack_ue8m0(scale)
         elif self.arch.mma.scales_inside:

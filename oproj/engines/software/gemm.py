@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import lru_cache, partial
 
 import numpy as np
@@ -49,7 +49,9 @@ def run_parallel(tasks: list[Callable[[], None]]) -> None:
         for task in tasks:
             task()
         return
-    for future in [thread_pool().submit(task) for task in tasks]:
+    futures = [thread_pool().submit(task) for task in tasks]
+    wait(futures)
+    for future in futures:
         future.result()
 
 
