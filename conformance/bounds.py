@@ -58,8 +58,16 @@ def _half_ulp(x: np.ndarray) -> np.ndarray:
 
 
 def grouped_gemm_bound(
-    arch: Arch | str, a_codes: Any, a_scales: Any, w_codes: Any, w_scales: Any, *,
-    z_hat: Any = None, output: Output = "bf16", fused: bool = True, gran_k: int | None = None,
+    arch: Arch | str,
+    a_codes: Any,
+    a_scales: Any,
+    w_codes: Any,
+    w_scales: Any,
+    *,
+    z_hat: Any = None,
+    output: Output = "bf16",
+    fused: bool = True,
+    gran_k: int | None = None,
     threads: int | None = None,
 ) -> torch.Tensor:
     """Running bound on ``|z^ - z|`` of ``fp8_einsum("bhr,hdr->bhd")``, z exact on the codes and scales given.
@@ -122,8 +130,15 @@ def gemm_bound(
 
 
 def apriori_bound(
-    arch: Arch | str, a_codes: Any, a_scales: Any, w_codes: Any, w_scales: Any, *,
-    kappa: int | None = None, output: Output = "bf16", gran_k: int | None = None,
+    arch: Arch | str,
+    a_codes: Any,
+    a_scales: Any,
+    w_codes: Any,
+    w_scales: Any,
+    *,
+    kappa: int | None = None,
+    output: Output = "bf16",
+    gran_k: int | None = None,
 ) -> torch.Tensor:
     """Bound on ``|z^ - z|`` from magnitudes alone, without a replay: valid for any order inside a step.
 
@@ -236,8 +251,15 @@ def quantize_bound(y: Any, scale: Any, slack: Any = 0.0) -> torch.Tensor:
 
 
 def format_bound_z(
-    arch: Arch | str, y: Any, a_scales: Any, w_codes: Any, w_scales: Any, gemm: Any, *,
-    slack: Any = 0.0, gran_k: int | None = None,
+    arch: Arch | str,
+    y: Any,
+    a_scales: Any,
+    w_codes: Any,
+    w_scales: Any,
+    gemm: Any,
+    *,
+    slack: Any = 0.0,
+    gran_k: int | None = None,
 ) -> torch.Tensor:
     """Bound on ``|z^ - z|`` against *unquantised* activations y: ``sum_k |w_k| * q_k + gemm``, rigorous and loose.
 

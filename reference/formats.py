@@ -5,6 +5,7 @@ e4m3 (OCP FP8; no infinity): sign, 4 exponent bits E, 3 fraction bits M, bias 7.
 UE8M0 (OCP MX): byte b means 2^(b-127), 255 is NaN; there is no zero and no sign.
 Packed UE8M0: an int32 word holds the scales of blocks 4j .. 4j+3, block 4j in its lowest byte.
 """
+
 from __future__ import annotations
 
 import math

@@ -7,6 +7,7 @@ BLAS sums in its own order, so a result s of n products is off by at most gamma_
 gamma_n = n u/(1 - n u), u = 2^-53, where nothing over- or underflows (Higham, Accuracy and Stability of
 Numerical Algorithms, Theorem 3.1).
 """
+
 from __future__ import annotations
 
 import math
@@ -51,8 +52,14 @@ _apply_wo_b = wo_b  # o_proj's argument has the same name
 
 
 def o_proj(
-    o: Tensor, positions: Tensor, cos_sin_cache: Tensor, wo_a: Tensor, wo_b: Tensor,
-    *, n_groups: int, rope_dim: int = 64,
+    o: Tensor,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    wo_a: Tensor,
+    wo_b: Tensor,
+    *,
+    n_groups: int,
+    rope_dim: int = 64,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The chain: o [T, H, D], positions int64 [T], cos_sin_cache [max_pos, rope_dim], wo_a [G, R, H/G * D],
     wo_b [hidden, G*R] -> (x [T, G, H/G * D], z [T, G, R], y [T, hidden]), all float64, G = n_groups.

@@ -9,6 +9,7 @@ Pair i of a head holds two neighbours of its last rope_dim values, (2i, 2i+1), a
 The cosines and sines keep amplitude 1 (DeepSeek-V4 has mscale = mscale_all_dim = 0).
 Inverse, a product with the conjugate:  even' = even cos + odd sin,  odd' = odd cos - even sin.
 """
+
 from __future__ import annotations
 
 import math
@@ -35,6 +36,7 @@ class Yarn:
 
     def ramp(self, rope_dim: int, theta: float) -> tuple[int, float]:
         """(low, high): pairs up to low keep their frequency, from high on it is divided by factor."""
+
         def pair(turns: float) -> float:
             cycles = self.original_max_position / (2 * math.pi * turns)
             return rope_dim * math.log(cycles) / (2 * math.log(theta))
@@ -51,9 +53,7 @@ def _check(positions: Tensor, rope_dim: int) -> None:
         raise ValueError(f"positions must be int64 [T], got {positions.dtype} {list(positions.shape)}")
 
 
-def cos_sin(
-    positions: Tensor, *, rope_dim: int = 64, theta: float = 10000.0, yarn: Yarn | None = None
-) -> Tensor:
+def cos_sin(positions: Tensor, *, rope_dim: int = 64, theta: float = 10000.0, yarn: Yarn | None = None) -> Tensor:
     """Table rows of int64 positions [T]: float64 [T, rope_dim], rope_dim/2 cosines, then as many sines.
 
     Negative positions are the opposite rotation. An angle is off by at most 16 * 2^-53 times the plain one,

@@ -45,7 +45,7 @@ def thread_count() -> int:
 
 def run_parallel(tasks: list[Callable[[], None]]) -> None:
     """Run the tasks on the pool; the first error is raised after all have ended."""
-    if thread_count() == 1 or len(tasks) == 1:
+    if len(tasks) == 1:
         for task in tasks:
             task()
         return
