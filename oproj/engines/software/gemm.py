@@ -46,9 +46,7 @@ def thread_count() -> int:
 def run_parallel(tasks: list[Callable[[], None]]) -> None:
     """Run the tasks on the pool; the first error is raised after all have ended."""
     if len(tasks) == 1:
-        for task in tasks:
-            task()
-        return
+        return tasks[0]()
     futures = [thread_pool().submit(task) for task in tasks]
     wait(futures)
     for future in futures:
