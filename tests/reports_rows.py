@@ -108,3 +108,25 @@ def passing_rows(draw: st.DrawFn) -> dict[str, Any]:
     oracle = draw(st.sampled_from(MARGIN_ORACLES))
     changes = {"oracle": oracle, "mismatched": 0, "verdict": "pass", "compared": drawn["compared"] + 1}
     return make_row(**{**drawn, **margins, **changes})
+
+
+SKIPPED = {"verdict": "skipped", "reason": "no GPU", "compared": 0}
+NOT_APPLICABLE = {"verdict": "not applicable", "reason": "judged by itself", "compared": 0}
+GOOD = (
+    {"family": "wide", "margin_max": 0.75},
+    {"arch": "sm100", "evidence": "published"},
+    {"arch": "sm100", "stage": "quantize", "oracle": "attainable", **dict.fromkeys(MARGINS, math.nan)},
+    {"oracle": "bits", **NOT_APPLICABLE},
+)
+
+
+def run(*changes, **change):
+    """The run GOOD with its first row changed, and more rows."""
+    return frame({**GOOD[0], **change}, *GOOD[1:], *changes)
+
+
+EMPTY = {
+    "no rows": from_rows([]),
+    "all skipped": frame(*({**row, **SKIPPED} for row in GOOD)),
+    "all not applicable": frame(*({**row, **NOT_APPLICABLE} for row in GOOD)),
+}
