@@ -10,7 +10,7 @@ import pandas as pd
 from hypothesis import strategies as st
 
 from reports import from_rows, make_row
-from reports.columns import MARGIN_ORACLES, ORACLES, VERDICTS
+from reports.columns import MARGIN_ORACLES, MARGINS, ORACLES, VERDICTS
 
 PLAIN: dict[str, Any] = {
     "run_id": "r1",
