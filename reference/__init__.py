@@ -12,15 +12,5 @@ from reference.formats import dequantize, e4m3_to_float64, ue8m0_to_float64, unp
 from reference.o_proj import grouped_wo_a, o_proj, wo_b
 from reference.rope import Yarn, cos_sin, inverse_rope
 
-__all__ = [
-    "Yarn",
-    "cos_sin",
-    "dequantize",
-    "e4m3_to_float64",
-    "grouped_wo_a",
-    "inverse_rope",
-    "o_proj",
-    "ue8m0_to_float64",
-    "unpack_ue8m0",
-    "wo_b",
-]
+__all__ = ["Yarn", "cos_sin", "dequantize", "e4m3_to_float64", "grouped_wo_a", "inverse_rope"]
+__all__ += ["o_proj", "ue8m0_to_float64", "unpack_ue8m0", "wo_b"]

@@ -52,15 +52,9 @@ _apply_wo_b = wo_b  # o_proj's argument has the same name
 
 
 def o_proj(
-    o: Tensor,
-    positions: Tensor,
-    cos_sin_cache: Tensor,
-    wo_a: Tensor,
-    wo_b: Tensor,
-    *,
-    n_groups: int,
-    rope_dim: int = 64,
-) -> tuple[Tensor, Tensor, Tensor]:
+    o: Tensor, positions: Tensor, cos_sin_cache: Tensor, wo_a: Tensor, wo_b: Tensor,
+    *, n_groups: int, rope_dim: int = 64,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The chain: o [T, H, D], positions int64 [T], cos_sin_cache [max_pos, rope_dim], wo_a [G, R, H/G * D],
     wo_b [hidden, G*R] -> (x [T, G, H/G * D], z [T, G, R], y [T, hidden]), all float64, G = n_groups.
 
