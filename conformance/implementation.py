@@ -23,7 +23,7 @@ from oproj.activation import QuantizedActivation
 from oproj.arch import Arch, get_arch
 from oproj.engines import Engine, EngineUnavailable
 from oproj.engines.software import SoftwareEngine
-from oproj.o_proj import deep_gemm_fp8_o_proj
+from oproj.o_proj import bf16_groups, deep_gemm_fp8_o_proj
 from oproj.wo_b import fp8_wo_b
 
 ENTRY_POINTS = "oproj.implementations"
@@ -101,10 +101,11 @@ class EngineImplementation:
         """Grouped FP8 product, or a BF16 product per group where the weight is BF16."""
         groups, rank = config.n_groups, config.o_lora_rank
         weight, scale = weights.wo_a.weight, weights.wo_a.weight_scale_inv
+        z = torch.empty((x.data.shape[0], groups, rank), dtype=torch.bfloat16, device=x.data.device)
         if scale is None:
-            return bf16_groups(x.data[:, :groups], weight.view(groups, rank, -1))
+            bf16_groups(x.data[:, :groups], weight, out=z)
+            return z
         live = x.sliced(groups)
-        z = torch.empty((live.data.shape[0], groups, rank), dtype=torch.bfloat16, device=live.data.device)
         recipe = self.arch.recipe(config.quant_group_size(self.arch))
         self.engine.fp8_einsum("bhr,hdr->bhd", (live.data, live.scale), (weight, scale), z, recipe=recipe)
         return z
@@ -130,10 +131,9 @@ class EngineImplementation:
         config: CaseConfig,
     ) -> torch.Tensor:
         """The serving entry point on this engine; the chain of the methods where one of them is overridden, and where
-        the entry point's arithmetic is another (rotation variant, BF16 product of a CPU library)."""
+        the Case asks for another rotation variant than the entry point's."""
         overridden = any(not inherits(self, stage) for stage in _CHAINED)
-        library = self.device.type == "cpu" and not config.fp8_wo_a(self.arch)
-        if overridden or library or config.variant != "fma_cos":
+        if overridden or config.variant != "fma_cos":
             return chain(self, o, positions, cos_sin_cache, weights, config)
         block = config.quant_group_size(self.arch)
         return deep_gemm_fp8_o_proj(
@@ -174,17 +174,6 @@ def chain(
     x = implementation.quantize(o, positions, cos_sin_cache, config=config)
     z = implementation.wo_a(x, weights, config=config)
     return implementation.wo_b(z, weights, config=config)
-
-
-def bf16_groups(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """z BF16 ``[T, G, R]`` of BF16 ``[T, G, K]`` and ``[G, R, K]``.
-
-    On a CPU the sum is taken in float64: the BF16 product of CPU libraries differs with the processor's instructions,
-    and rows of the software engine must not.
-    """
-    a, b = x.transpose(0, 1), weight.transpose(1, 2)
-    product = torch.bmm(a.double(), b.double()).bfloat16() if x.device.type == "cpu" else torch.bmm(a, b)
-    return product.transpose(0, 1).contiguous()
 
 
 def inherits(implementation: object, method: str) -> bool:

@@ -125,7 +125,7 @@ def grouped_wo_a(
         weight = (wo_a.weight, _weight_scale(wo_a))
         chosen.fp8_einsum("bhr,hdr->bhd", (data, scale), weight, z, recipe=einsum_recipe)
     else:
-        _bf16_product(data, wo_a.weight, z)
+        bf16_groups(data, wo_a.weight, out=z)
     return z
 
 
@@ -162,6 +162,15 @@ def _weight_scale(wo_a: Any) -> torch.Tensor:
     return scale.detach()
 
 
-def _bf16_product(x: torch.Tensor, weight: torch.Tensor, z: torch.Tensor) -> None:
-    per_group = weight.detach().unflatten(0, z.shape[1:]) if weight.dim() == 2 else weight.detach()
-    torch.bmm(x.transpose(0, 1), per_group.transpose(1, 2), out=z.transpose(0, 1))
+def bf16_groups(x: torch.Tensor, weight: torch.Tensor, *, out: torch.Tensor) -> None:
+    """``out[t, g] = x[t, g] . weight[g].T``: BF16 ``[T, G, K]`` and ``[G, R, K]`` (or ``[G*R, K]``) to ``[T, G, R]``.
+
+    One batched matmul of the library on a GPU. On a CPU the sum is taken in float64 and rounded through FP32, since
+    the BF16 product of CPU libraries differs with the processor's instructions.
+    """
+    per_group = weight.detach().unflatten(0, out.shape[1:]) if weight.dim() == 2 else weight.detach()
+    a, b = x.transpose(0, 1), per_group.transpose(1, 2)
+    if x.device.type == "cpu":
+        out.copy_(torch.bmm(a.double(), b.double()).transpose(0, 1))
+    else:
+        torch.bmm(a, b, out=out.transpose(0, 1))
