@@ -3,6 +3,7 @@
 ``MMA`` rows are the numbers of one tensor-core instruction (the T-FDPA model of MMA-Sim, arXiv 2511.10909, and of
 Khattak & Mikaitis, arXiv 2512.07004): products and the accumulator enter one sum of ``frac_bits`` fraction bits,
 aligned to the largest exponent by truncation toward zero, and the sum is truncated once to ``out_frac_bits``.
+Rows that no ``Arch`` names are instructions only: nothing is known about the order in which a library issues them.
 ``Arch`` rows say how DeepGEMM chains that instruction and how scales are laid out.
 """
 
@@ -14,6 +15,7 @@ from typing import Literal
 from oproj.evidence import Evidence, measured_stages
 
 ScaleFormat = Literal["fp32", "ue8m0_packed"]
+OperandFormat = Literal["e4m3", "bf16"]
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,7 @@ class MMA:
     """One tensor-core instruction as numbers (field meanings: numerics of T-FDPA, see the module text)."""
 
     name: str
+    operand: OperandFormat  # of A and B; C and D are FP32 words
     k: int  # products in one fused sum
     frac_bits: int  # fraction bits kept while aligning ("F")
     out_frac_bits: int  # fraction bits of the FP32 result
@@ -32,6 +35,7 @@ class MMA:
 
 WGMMA_E4M3 = MMA(
     "wgmma.m64nNk32.f32.e4m3.e4m3",
+    "e4m3",
     32,
     13,
     13,
@@ -42,6 +46,7 @@ WGMMA_E4M3 = MMA(
 )
 TCGEN05_F8F6F4 = MMA(
     "tcgen05.mma.kind::f8f6f4",
+    "e4m3",
     32,
     25,
     23,
@@ -52,6 +57,7 @@ TCGEN05_F8F6F4 = MMA(
 )
 TCGEN05_MXF8F6F4 = MMA(
     "tcgen05.mma.kind::mxf8f6f4.block_scale",
+    "e4m3",
     32,
     25,
     23,
@@ -60,8 +66,20 @@ TCGEN05_MXF8F6F4 = MMA(
     "published",
     "MMA-Sim; MATLAB-tensor-core B200TC.m",
 )
+MMA_SYNC_F8F6F4 = MMA(
+    "mma.sync.m16n8k32.kind::f8f6f4",
+    "e4m3",
+    32,
+    25,
+    23,
+    -133,
+    False,
+    "published",
+    "MMA-Sim on RTX PRO 6000",
+)
 MMA_SYNC_MXF8F6F4 = MMA(
     "mma.sync.m16n8k32.kind::mxf8f6f4.block_scale",
+    "e4m3",
     32,
     25,
     23,
@@ -69,6 +87,30 @@ MMA_SYNC_MXF8F6F4 = MMA(
     True,
     "published",
     "MMA-Sim on RTX PRO 6000; qqq-tao/Blackwell-TensorCore-Numerical-Model on RTX 5090",
+)
+# BF16 instructions. The order along K and the split of K inside a library's BF16 product are unknown, so no engine is
+# built on these rows: a BF16 wo_a is judged by a bound (conformance), not bit by bit.
+WGMMA_BF16 = MMA(
+    "wgmma.m64nNk16.f32.bf16.bf16",
+    "bf16",
+    16,
+    25,
+    23,
+    -133,
+    False,
+    "published",
+    "MMA-Sim (arXiv 2511.10909)",
+)
+TCGEN05_BF16 = MMA(
+    "tcgen05.mma.kind::f16.f32.bf16.bf16",
+    "bf16",
+    16,
+    25,
+    23,
+    -133,
+    False,
+    "published",
+    "MMA-Sim (arXiv 2511.10909)",
 )
 
 
@@ -81,6 +123,7 @@ class Arch:
     mma: MMA
     promotion_k: int | None  # K elements per fresh accumulator; None: one accumulator over all of K
     scale_format: ScaleFormat
+    einsum_expressions: tuple[str, ...]  # of DeepGEMM's ``fp8_einsum`` (``oproj.engines.expressions``)
     mxfp8_wo_a: bool  # 32-wide activation blocks are served in FP8 (else such a wo_a is dequantised to BF16)
     composition_evidence: Evidence  # of the chain around the instruction
     source: str
@@ -104,12 +147,16 @@ class Arch:
         return "published" if self.composition_evidence == "measured" else self.composition_evidence
 
 
+WO_A_ALONE = ("bhr,hdr->bhd",)
+ALL_EXPRESSIONS = ("bhr,hdr->bhd", "bhd,hdr->bhr", "bhd,bhr->hdr")
+
 SM90 = Arch(
     "sm90",
     (9, 0),
     WGMMA_E4M3,
     128,
     "fp32",
+    WO_A_ALONE,
     False,
     "measured",
     "DeepGEMM 54e2261 impls/sm90_fp8_gemm_1d2d.cuh",
@@ -120,6 +167,7 @@ SM100 = Arch(
     TCGEN05_MXF8F6F4,
     None,
     "ue8m0_packed",
+    ALL_EXPRESSIONS,
     True,
     "published",
     "DeepGEMM 54e2261 impls/sm100_fp8_fp4_gemm_1d1d.cuh",
@@ -130,6 +178,7 @@ SM103 = Arch(
     TCGEN05_MXF8F6F4,
     None,
     "ue8m0_packed",
+    ALL_EXPRESSIONS,
     True,
     "assumed",
     "taken to equal SM100",
@@ -140,6 +189,7 @@ SM120 = Arch(
     MMA_SYNC_MXF8F6F4,
     None,
     "ue8m0_packed",
+    WO_A_ALONE,
     False,
     "assumed",
     "instruction published; the chain is taken to equal SM100's",

@@ -10,54 +10,115 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from oproj.arch import MMA, Arch
+from oproj.arch import MMA, Arch, OperandFormat
 
 NAN_BITS = 0x7FFFFFFF
 INF_BITS = 0x7F800000
-E4M3_FRACTION, F32_FRACTION = 3, 23
+
+
+@dataclass(frozen=True)
+class Format:
+    """How the bits of a number are read: sign, exponent field, fraction."""
+
+    exponent_bits: int
+    fraction_bits: int
+    bias: int
+    has_infinity: bool  # else the largest exponent holds numbers too, and only all ones is NaN
+
+    @property
+    def largest_field(self) -> int:
+        """The exponent field of all ones."""
+        return (1 << self.exponent_bits) - 1
+
+    def fields(self, code: int) -> tuple[int, int, int]:
+        """``(sign, exponent field, fraction)``."""
+        fraction = code & ((1 << self.fraction_bits) - 1)
+        field = code >> self.fraction_bits & self.largest_field
+        return code >> (self.exponent_bits + self.fraction_bits) & 1, field, fraction
+
+
+FORMATS: dict[OperandFormat, Format] = {
+    "e4m3": Format(exponent_bits=4, fraction_bits=3, bias=7, has_infinity=False),
+    "bf16": Format(exponent_bits=8, fraction_bits=7, bias=127, has_infinity=True),
+}
+E4M3, BF16 = FORMATS["e4m3"], FORMATS["bf16"]
+F32 = Format(exponent_bits=8, fraction_bits=23, bias=127, has_infinity=True)
+E4M3_FRACTION = E4M3.fraction_bits
+
+
+def decode(code: int, form: Format) -> tuple[int, int]:
+    """``(m, e)`` with value ``m * 2**(e - fraction_bits)`` of a finite number.
+
+    Subnormals keep the smallest exponent and are not normalised.
+    """
+    sign, field, fraction = form.fields(code)
+    magnitude = fraction if field == 0 else (1 << form.fraction_bits) + fraction
+    return (-magnitude if sign else magnitude), max(field, 1) - form.bias
+
+
+def is_nan(code: int, form: Format) -> bool:
+    """A number with the largest exponent and a fraction: any but zero where there is an infinity, else all ones."""
+    _, field, fraction = form.fields(code)
+    return field == form.largest_field and fraction >= (1 if form.has_infinity else (1 << form.fraction_bits) - 1)
+
+
+def is_infinite(code: int, form: Format) -> bool:
+    """Plus or minus infinity; e4m3 has none."""
+    _, field, fraction = form.fields(code)
+    return form.has_infinity and field == form.largest_field and fraction == 0
 
 
 def decode_e4m3(code: int) -> tuple[int, int]:
-    """``(m, e)`` with value ``m * 2**(e-3)``; subnormals keep e = -6 and are not normalised. NaN codes excluded."""
-    exponent, mantissa = (code >> 3) & 15, code & 7
-    magnitude = mantissa if exponent == 0 else 8 + mantissa
-    return (-magnitude if code & 0x80 else magnitude), max(exponent, 1) - 7
-
-
-def decode_f32(bits: int) -> tuple[int, int]:
-    """``(m, e)`` with value ``m * 2**(e-23)`` of a finite FP32 pattern."""
-    exponent, mantissa = (bits >> 23) & 255, bits & 0x7FFFFF
-    magnitude = mantissa if exponent == 0 else (1 << 23) + mantissa
-    return (-magnitude if bits >> 31 else magnitude), max(exponent, 1) - 127
+    """``(m, e)`` with value ``m * 2**(e-3)`` of an e4m3 code that is not NaN."""
+    return decode(code, E4M3)
 
 
 def is_nan_e4m3(code: int) -> bool:
-    """e4m3 has no infinity; only 0x7F and 0xFF are NaN."""
-    return code & 0x7F == 0x7F
+    """0x7F and 0xFF."""
+    return is_nan(code, E4M3)
 
 
 def fdpa(a: Sequence[int], b: Sequence[int], c: int, mma: MMA, scale_a: int = 127, scale_b: int = 127) -> int:
     """One output of one instruction.
 
-    a, b: e4m3 codes (at most ``mma.k``); c: FP32 bits; scale_a, scale_b: UE8M0 bytes, used where the row takes scales
-    inside. Returns FP32 bits.
+    a, b: codes of ``mma.operand`` (at most ``mma.k``); c: FP32 bits; scale_a, scale_b: UE8M0 bytes, used where the row
+    takes scales inside. Returns FP32 bits.
     """
     if len(a) != len(b) or len(a) > mma.k:
         raise ValueError(f"{len(a)} and {len(b)} codes; one {mma.name} takes two equal rows of at most {mma.k}")
-    c_exponent_field, c_mantissa = (c >> 23) & 255, c & 0x7FFFFF
-    c_nan = c_exponent_field == 255 and c_mantissa != 0
-    if c_nan or any(map(is_nan_e4m3, [*a, *b])) or (mma.scales_inside and 255 in (scale_a, scale_b)):
+    form, pairs = FORMATS[mma.operand], list(zip(a, b, strict=True))
+    if mma.scales_inside and 255 in (scale_a, scale_b):
         return NAN_BITS
-    if c_exponent_field == 255:
-        return c
+    special = _not_finite(pairs, c, form)
+    if special is not None:
+        return special
     scale = scale_a + scale_b - 254 if mma.scales_inside else 0
-    factors = [(decode_e4m3(x), decode_e4m3(y)) for x, y in zip(a, b, strict=True)]
-    terms = [(ma * mb, ea + eb + scale, 2 * E4M3_FRACTION) for (ma, ea), (mb, eb) in factors]
-    terms.append((*decode_f32(c), F32_FRACTION))
+    factors = [(decode(x, form), decode(y, form)) for x, y in pairs]
+    terms = [(ma * mb, ea + eb + scale, 2 * form.fraction_bits) for (ma, ea), (mb, eb) in factors]
+    terms.append((*decode(c, F32), F32.fraction_bits))
     top = max(e if m else mma.zero_exponent for m, e, _ in terms)
     total = sum(_truncated(m, mma.frac_bits - fraction + e - top) for m, e, fraction in terms if m)
     return _truncated_f32(total, top - mma.frac_bits, mma.out_frac_bits)
+
+
+def _not_finite(pairs: Sequence[tuple[int, int]], c: int, form: Format) -> int | None:
+    """FP32 bits of a sum with a NaN or an infinity in it, as IEEE has it; None where all terms are finite.
+
+    Decided by mmasim 2.1.1: a NaN, infinity times zero and infinities of both signs give the one NaN 0x7FFFFFFF.
+    """
+    if is_nan(c, F32) or any(is_nan(x, form) or is_nan(y, form) for x, y in pairs):
+        return NAN_BITS
+    signs = {F32.fields(c)[0]} if is_infinite(c, F32) else set()
+    for x, y in pairs:
+        if is_infinite(x, form) or is_infinite(y, form):
+            if decode(x, form)[0] == 0 or decode(y, form)[0] == 0:
+                return NAN_BITS
+            signs.add(form.fields(x)[0] ^ form.fields(y)[0])
+    if len(signs) == 2:
+        return NAN_BITS
+    return signs.pop() << 31 | INF_BITS if signs else None
 
 
 def _truncated(m: int, shift: int) -> int:
