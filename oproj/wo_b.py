@@ -11,7 +11,7 @@ import torch
 from oproj.activation import QuantizedActivation
 from oproj.arch import Arch, get_arch
 from oproj.engines import Engine
-from oproj.engines.software.quantizers import VLLM_GROUP, quantize_groups
+from oproj.engines.software.quantizers import quantize_groups
 
 
 def quantize_z(z: torch.Tensor, arch: Arch | str, *, group_size: int = 128) -> QuantizedActivation:
@@ -20,9 +20,7 @@ def quantize_z(z: torch.Tensor, arch: Arch | str, *, group_size: int = 128) -> Q
     data e4m3 ``[M, K]``; scale FP32 ``[M, K/group_size]`` or packed int32 ``[M, K/(4*group_size)]``, MN-major. A CUDA
     tensor is quantised on the host and copied back. Raises ``TypeError``/``ValueError`` that names the argument.
     """
-    data, scale = quantize_groups(
-        z.cpu(), group_size=group_size, packed=get_arch(arch).tma_aligned_scales, quantizer=VLLM_GROUP
-    )
+    data, scale = quantize_groups(z.cpu(), group_size=group_size, packed=get_arch(arch).tma_aligned_scales)
     if z.device.type != "cpu":
         on_device = torch.empty_strided(scale.shape, scale.stride(), dtype=scale.dtype, device=z.device)
         data, scale = data.to(z.device), on_device.copy_(scale)

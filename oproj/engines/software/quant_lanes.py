@@ -1,10 +1,12 @@
-"""The quantisers bit by bit, compiled by Numba: rotation, block maximum, power-of-two scale, e4m3 codes.
+"""The quantisers bit by bit, compiled by Numba: rotation, block maximum, scale, e4m3 codes.
 
-Source of the arithmetic: vLLM 0.33.0 ``deepseek_v4/common/ops/fused_inv_rope_fp8_quant.py`` as compiled by Triton
-for sm_90 and sm_100 (the cosine product is fused), measured on an H200 without a differing bit.
+One model for all of them; what differs is a ``Rule`` of numbers, filled by the rows of ``quantizer_table``. As the
+row ``vllm-fused`` it is measured: no differing bit against the serving engine's kernel on an H200.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import numpy as np
 
@@ -13,7 +15,24 @@ from oproj.engines.software.lanes import as_f32, as_i32, fma, jit
 E4M3_MAX = np.float32(448.0)
 RECIPROCAL_448 = np.float32(1.0) / E4M3_MAX  # 0x3B124925
 INF_BITS = np.int32(0x7F800000)
+NAN_BITS = np.int32(0x7FC00000)
 SUBNORMAL_MAGIC = np.float32(2.0**14)  # its FP32 ulp is 2**-9, the step of e4m3 subnormals
+
+ROTATIONS = {"mul_mul_add": 0, "fma_cos": 1, "fma_sin": 2}  # which product is fused into the sum
+
+
+class Rule(NamedTuple):
+    """A quantiser as the kernels take it."""
+
+    floor_bits: np.int32  # floor of the block maximum, FP32 bits
+    log2_rule: bool  # 2**ceil(log2(amax/448)) in FP32 instead of the exact ceiling
+    min_field: int  # bounds of a power-of-two scale's exponent field
+    max_field: int
+    fp32_scale: bool  # the scale is amax/448 itself, no power of two
+    divides: bool  # ... as a division; else amax * fl(1/448)
+    divides_codes: bool  # ... and codes are y / scale; else y * fl(1/scale)
+    nan_spreads: bool  # a NaN is the block's maximum instead of being ignored by it
+    nan_code: int
 
 
 @jit
@@ -48,11 +67,11 @@ def log2_band(k):
 
 @jit
 def scale_exponent(amax_bits, log2_rule):
-    """Exponent field of the smallest power of two s with ``448 * s >= amax`` (UE8M0 byte); 255 for an infinite amax.
+    """Exponent field of the smallest power of two s with ``448 * s >= amax`` (UE8M0 byte); 255 for Inf and NaN.
 
     ``log2_rule`` reproduces ``exp2(ceil(log2(amax / 448)))`` in FP32, one octave lower just above ``448 * 2**k``.
     """
-    if amax_bits == INF_BITS:
+    if amax_bits >= INF_BITS:
         return np.int32(255)
     raw = as_i32(as_f32(amax_bits) * RECIPROCAL_448)
     field = (raw >> np.int32(23)) + np.int32((raw & np.int32(0x7FFFFF)) != 0)
@@ -64,45 +83,71 @@ def scale_exponent(amax_bits, log2_rule):
 
 
 @jit
-def quantize_block(y, start, block, floor_bits, min_field, log2_rule, nan_code, codes, base):
-    """Quantise ``y[start : start+block]`` into ``codes[base : base+block]``; returns the scale's exponent field.
-
-    NaN takes no part in the maximum and gets ``nan_code``, as does Inf/Inf in a block with an infinite maximum.
-    """
-    amax = np.int32(floor_bits)
-    for i in range(start, start + block):
-        magnitude = as_i32(y[i]) & np.int32(0x7FFFFFFF)
-        amax = max(amax, np.int32(0) if magnitude > INF_BITS else magnitude)
-    field = max(scale_exponent(amax, log2_rule), np.int32(min_field))
-    inverse = np.float32(0.0) if field == 255 else as_f32((np.int32(254) - field) << np.int32(23))
-    for i in range(block):
-        value = y[start + i] * inverse  # exact: a power of two; below 2**-126 every result is a zero code
-        clamped = min(max(value, -E4M3_MAX), E4M3_MAX)
-        codes[base + i] = e4m3_rne(clamped) if value == value else np.uint8(nan_code)
-    return field
+def block_scale(amax, rule):
+    """FP32 bits of a block's scale, from the bits of its maximum (which a NaN passes only where it spreads)."""
+    if rule.fp32_scale:
+        if amax > INF_BITS:
+            return NAN_BITS
+        return as_i32(as_f32(amax) / E4M3_MAX if rule.divides else as_f32(amax) * RECIPROCAL_448)
+    field = max(scale_exponent(amax, rule.log2_rule), np.int32(rule.min_field))
+    return min(field, np.int32(rule.max_field)) << np.int32(23)
 
 
 @jit
-def inverse_rotate(y, nope_dim, rope_dim, row, fused):
-    """Rotate the last ``rope_dim`` values of ``y`` back in place; ``row`` holds cosines, then sines (FP32)."""
+def encode(value, nan_code):
+    """e4m3 code of any FP32 value: clamped to +-448, then nearest even."""
+    clamped = min(max(value, -E4M3_MAX), E4M3_MAX)
+    return e4m3_rne(clamped) if value == value else np.uint8(nan_code)
+
+
+@jit
+def quantize_block(y, start, block, rule, codes, base):
+    """Quantise ``y[start : start+block]`` into ``codes[base : base+block]``; returns the FP32 bits of the scale.
+
+    ``rule.nan_code`` is also the code of Inf/Inf, in a block with an infinite scale.
+    """
+    amax = np.int32(rule.floor_bits)
+    for i in range(start, start + block):
+        magnitude = as_i32(y[i]) & np.int32(0x7FFFFFFF)
+        amax = max(amax, np.int32(0) if magnitude > INF_BITS and not rule.nan_spreads else magnitude)
+    scale = block_scale(amax, rule)
+    if rule.fp32_scale and rule.divides_codes:
+        for i in range(block):
+            codes[base + i] = encode(y[start + i] / as_f32(scale), rule.nan_code)
+    else:
+        inverse = np.float32(1.0) / as_f32(scale)  # of a power of two exact, as the product is up to zero codes
+        for i in range(block):
+            codes[base + i] = encode(y[start + i] * inverse, rule.nan_code)
+    return scale
+
+
+@jit
+def inverse_rotate(y, nope_dim, rope_dim, row, rotation):
+    """Rotate the last ``rope_dim`` values of ``y`` back in place; ``row`` holds cosines, then sines (FP32).
+
+    ``rotation``: a value of ``ROTATIONS``.
+    """
     half = rope_dim // 2
     for j in range(half):
         c, s = row[j], row[half + j]
         even, odd = y[nope_dim + 2 * j], y[nope_dim + 2 * j + 1]
-        if fused:
+        if rotation == 1:
             y[nope_dim + 2 * j] = fma(even, c, odd * s)
             y[nope_dim + 2 * j + 1] = fma(odd, c, -(even * s))
+        elif rotation == 2:
+            y[nope_dim + 2 * j] = fma(odd, s, even * c)
+            y[nope_dim + 2 * j + 1] = fma(-even, s, odd * c)
         else:
             y[nope_dim + 2 * j] = even * c + odd * s
             y[nope_dim + 2 * j + 1] = odd * c - even * s
 
 
 @jit
-def load_rotated(o, at, y, nope_dim, rope_dim, row, fused):
-    """One head of BF16 bits ``o[at:]`` as rotated FP32 in ``y``."""
-    for i in range(nope_dim + rope_dim):
-        y[i] = as_f32(np.int32(np.uint32(o[at + i]) << np.uint32(16)))
-    inverse_rotate(y, nope_dim, rope_dim, row, fused)
+def load(x, at, count, y):
+    """``count`` values of the bits ``x[at:]`` as FP32 in ``y``: BF16 is uint16, FP32 is uint32."""
+    shift = np.uint32(32 - 8 * x.itemsize)
+    for i in range(count):
+        y[i] = as_f32(np.int32(np.uint32(x[at + i]) << shift))
 
 
 @jit
@@ -116,19 +161,16 @@ def quantize_tokens(
     heads_per_group,
     nope_dim,
     rope_dim,
-    fused,
+    rotation,
     block,
-    floor_bits,
-    min_field,
-    log2_rule,
-    nan_code,
+    rule,
     codes,
-    fields,
+    scales,
 ):
-    """Tokens ``t0:t1`` of the fused kernel.
+    """Tokens ``t0:t1``: heads rotated back, then quantised.
 
-    o: BF16 bits of the buffer, 1-D, addressed by ``strides`` (token, head); codes: uint8 [G, T, heads_per_group*
-    head_dim]; fields: uint8 UE8M0 bytes [G, K-blocks, T or more].
+    o: BF16 or FP32 bits of the buffer, 1-D, addressed by ``strides`` (token, head); codes: uint8 [G, T,
+    heads_per_group*head_dim]; scales: FP32 bits, int32 [G, K-blocks, T or more].
     """
     head_dim = nope_dim + rope_dim
     blocks = head_dim // block
@@ -138,17 +180,15 @@ def quantize_tokens(
         for group in range(codes.shape[0]):
             line = codes[group, t]
             for i in range(heads_per_group):
-                head = group * heads_per_group + i
-                load_rotated(o, t * strides[0] + head * strides[1], y, nope_dim, rope_dim, row, fused)
+                load(o, t * strides[0] + (group * heads_per_group + i) * strides[1], head_dim, y)
+                inverse_rotate(y, nope_dim, rope_dim, row, rotation)
                 for j in range(blocks):
                     at = i * head_dim + j * block
-                    fields[group, i * blocks + j, t] = quantize_block(
-                        y, j * block, block, floor_bits, min_field, log2_rule, nan_code, line, at
-                    )
+                    scales[group, i * blocks + j, t] = quantize_block(y, j * block, block, rule, line, at)
 
 
 @jit
-def rotate_tokens(o, strides, t0, t1, positions, table, heads_per_group, nope_dim, rope_dim, fused, out):
+def rotate_tokens(o, strides, t0, t1, positions, table, heads_per_group, nope_dim, rope_dim, rotation, out):
     """BF16 mode of the fused kernel: rotation in FP32, one rounding to BF16 bits in ``out`` [G, T, K]."""
     head_dim = nope_dim + rope_dim
     y = np.empty(head_dim, np.float32)
@@ -157,8 +197,8 @@ def rotate_tokens(o, strides, t0, t1, positions, table, heads_per_group, nope_di
         for group in range(out.shape[0]):
             line = out[group, t]
             for i in range(heads_per_group):
-                head = group * heads_per_group + i
-                load_rotated(o, t * strides[0] + head * strides[1], y, nope_dim, rope_dim, row, fused)
+                load(o, t * strides[0] + (group * heads_per_group + i) * strides[1], head_dim, y)
+                inverse_rotate(y, nope_dim, rope_dim, row, rotation)
                 for k in range(head_dim):
                     bits = as_i32(y[k])
                     rounded = bits + np.int32(0x7FFF) + ((bits >> np.int32(16)) & np.int32(1))
@@ -167,13 +207,14 @@ def rotate_tokens(o, strides, t0, t1, positions, table, heads_per_group, nope_di
 
 
 @jit
-def quantize_rows(x, stride, t0, t1, k, block, floor_bits, min_field, log2_rule, nan_code, codes, fields):
-    """Rows ``t0:t1`` of BF16 bits ``x`` (1-D, row stride ``stride``) per 1 x block."""
+def quantize_rows(x, stride, t0, t1, k, block, rule, codes, scales):
+    """Rows ``t0:t1`` of BF16 or FP32 bits ``x`` (1-D, row stride ``stride``) per 1 x block, the last one cut at ``k``.
+
+    codes: uint8 [rows, k]; scales: FP32 bits, int32 [K-blocks, rows or more].
+    """
     y = np.empty(k, np.float32)
     for t in range(t0, t1):
-        for i in range(k):
-            y[i] = as_f32(np.int32(np.uint32(x[t * stride + i]) << np.uint32(16)))
-        for j in range(k // block):
-            fields[j, t] = quantize_block(
-                y, j * block, block, floor_bits, min_field, log2_rule, nan_code, codes[t], j * block
-            )
+        load(x, t * stride, k, y)
+        for j in range(-(-k // block)):
+            width = min(block, k - j * block)
+            scales[j, t] = quantize_block(y, j * block, width, rule, codes[t], j * block)
