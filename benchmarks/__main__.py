@@ -10,7 +10,7 @@ import pandas as pd
 from rich.console import Console
 from rich.progress import track
 
-from benchmarks import software
+from benchmarks import gpu, software
 from reports.tables import to_markdown
 
 
@@ -21,7 +21,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="small sizes: shows that it runs, not how fast")
     arguments = parser.parse_args()
     rows = []
-    figures = software.figures(quick=arguments.quick)
+    figures = software.figures(quick=arguments.quick) + gpu.figures(quick=arguments.quick)
     for figure in track(figures, description="benchmarks", console=Console(stderr=True)):
         rows.append(figure())
     frame = pd.DataFrame(rows, columns=["figure", "value", "unit", "target", "runs", "note"])
