@@ -96,6 +96,8 @@ def layout_problem(name: str, got: object, want: torch.Tensor, *, strides: bool 
     """
     if not isinstance(got, torch.Tensor):
         return f"{name} is {type(got).__name__}; expected a tensor"
+    if got.layout != torch.strided or got.is_meta:
+        return f"{name} is {got.layout} on {got.device}; expected a dense tensor with values"
     if got.shape != want.shape:
         return f"{name} has shape {list(got.shape)}; expected {list(want.shape)}"
     if got.dtype != want.dtype:

@@ -28,6 +28,7 @@ from oproj.wo_b import fp8_wo_b
 
 ENTRY_POINTS = "oproj.implementations"
 METHODS = ("quantize", "wo_a", "wo_b", "reduce", "o_proj")
+REDUCTIONS = ("bf16", "fp32")  # what an implementation may declare as its ``reduction``
 _CHAINED = ("quantize", "wo_a", "wo_b")
 
 
@@ -183,7 +184,10 @@ def inherits(implementation: object, method: str) -> bool:
 
 
 def is_the_model(implementation: object, stage: str) -> bool:
-    """Whether ``stage`` of ``implementation`` is the software engine itself, which cannot be its own judge."""
+    """Whether ``stage`` of ``implementation`` is the software engine itself, which cannot be its own judge.
+
+    An engine that derives from it, or has one of its methods replaced, is somebody's own.
+    """
     engine = getattr(implementation, "engine", None)
     if engine is None or not inherits(implementation, stage):
         return False
@@ -191,9 +195,9 @@ def is_the_model(implementation: object, stage: str) -> bool:
         return True
     if stage == "o_proj":
         return all(is_the_model(implementation, part) for part in _CHAINED)
-    if stage == "quantize":  # an engine may leave this stage to the model
-        return getattr(engine, "quantizer", engine.name) == "software"
-    return engine.name == "software"
+    if stage == "quantize" and getattr(engine, "quantizer", "") == "software":  # an engine may leave it to the model
+        return True
+    return type(engine) is SoftwareEngine and not any(callable(value) for value in vars(engine).values())
 
 
 def load_implementation(spec: str, arch: Arch | str) -> Implementation:
@@ -205,7 +209,7 @@ def load_implementation(spec: str, arch: Arch | str) -> Implementation:
     """
     row = get_arch(arch)
     target = _resolve(spec)
-    implementation = target(row) if isinstance(target, type) else target
+    implementation = _built(spec, target, row) if isinstance(target, type) else target
     missing = [name for name in ("name", "arch", *METHODS) if not hasattr(implementation, name)]
     if missing:
         raise ValueError(
@@ -214,7 +218,33 @@ def load_implementation(spec: str, arch: Arch | str) -> Implementation:
         )
     if get_arch(implementation.arch) is not row:
         raise ValueError(f"implementation={spec!r} is for {implementation.arch.name}, not for {row.name}")
+    _check_attributes(spec, implementation)
     return implementation
+
+
+def _built(spec: str, target: type, row: Arch) -> Any:
+    """An object of the class that ``spec`` names; whatever stops it from being made is bad input."""
+    try:
+        return target(row)
+    except (EngineUnavailable, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # sys.exit in the code under test must not end the program as if all were well
+        kind = type(error).__name__
+        raise ValueError(f"implementation={spec!r} cannot be built for {row.name}: {kind}: {error}") from error
+
+
+def _check_attributes(spec: str, implementation: Any) -> None:
+    name, reduction = implementation.name, getattr(implementation, "reduction", REDUCTIONS[0])
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"implementation={spec!r} has name={name!r}; it must be a text that is not empty")
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"implementation={spec!r} has reduction={reduction!r}; known: {', '.join(REDUCTIONS)}")
+    device = getattr(implementation, "device", "cpu")
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, TypeError) as error:
+        first = str(error).partition("\n")[0]
+        raise EngineUnavailable(f"implementation={spec!r} works on device={device!r}: {first}") from error
 
 
 def _scale(weight: LinearWeight) -> torch.Tensor:
@@ -275,3 +305,7 @@ def _importing(what: str, load: Any) -> Any:
         return load()
     except ImportError as error:
         raise EngineUnavailable(f"implementation {what!r} cannot be imported: {error}") from error
+    except (EngineUnavailable, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # also sys.exit, which would end the program with the module's own code
+        raise ValueError(f"implementation {what!r} cannot be imported: {type(error).__name__}: {error}") from error

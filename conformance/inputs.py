@@ -88,10 +88,13 @@ def move(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
     ``Tensor.to`` would repack a view with gaps and lose both.
     """
-    if tensor.device == device:
-        return tensor
+    return tensor if tensor.device == device else duplicate(tensor, device)
+
+
+def duplicate(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """As `move`, always with storage of its own."""
     storage = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
-    return storage.to(device).as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+    return storage.to(device, copy=True).as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
 
 
 def build(case: Case) -> Inputs:

@@ -2,7 +2,8 @@
 
 quantize, then wo_a on the codes the implementation itself emitted, then wo_b on its own z, the sum over ranks, and the
 whole chain. A fault so shows in the stage that has it and in `o_proj`, and not in the stages behind it. Where a stage
-gives nothing usable, the next one is fed the software engine's result instead.
+gives nothing usable, the next one is fed the software engine's result instead. Every call is given copies, so that an
+implementation that writes into its arguments fails and cannot move what it is compared with.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from conformance.case import Case
 from conformance.compare import Comparison, compare_bits, compare_values, layout_problem, merge
 from conformance.families import Stream
 from conformance.implementation import Implementation, inherits, is_the_model
-from conformance.inputs import build, move
+from conformance.inputs import build, duplicate, move
 from conformance.judge import FAIL, NOT_APPLICABLE, Verdict, judge
 from conformance.operands import NotApplicable
 from conformance.truth import Truth
@@ -82,8 +83,7 @@ class _Bench:
     def quantize(self) -> tuple[QuantizedActivation, Iterator[_Figures]]:
         """The activation that goes on, and the results."""
         here, truth = self.on_device, self.truth
-        got, problem = self.call("quantize", here.o, here.positions, here.cos_sin_cache)
-        x = None if problem else _activation(got)
+        x, problem = self.call("quantize", o=here.o, positions=here.positions, cos_sin_cache=here.cos_sin_cache)
         problem = problem or self.activation_problem(x)
         if problem or x is None:
             return truth.model_x, _failed(problem, "bits", "bound")
@@ -110,8 +110,7 @@ class _Bench:
 
     def wo_a(self, x: QuantizedActivation) -> tuple[torch.Tensor, Iterator[_Figures]]:
         """The z that goes on, and the results."""
-        got, problem = self.call("wo_a", self.with_slots(x), self.on_device.weights)
-        z = _on_cpu(got)
+        z, problem = self.call("wo_a", x=self.with_slots(x), weights=self.on_device.weights)
         tokens, config = self.case.tokens, self.config
         problem = problem or layout_problem("z", z, _bf16(tokens, config.n_groups, config.o_lora_rank))
         if problem:
@@ -129,8 +128,7 @@ class _Bench:
 
     def wo_b(self, z: torch.Tensor) -> Iterator[_Figures]:
         """Results of wo_b on ``z``."""
-        got, problem = self.call("wo_b", move(z, self.device), self.on_device.weights)
-        y = _on_cpu(got)
+        y, problem = self.call("wo_b", z=move(z, self.device), weights=self.on_device.weights)
         problem = problem or layout_problem("y", y, _bf16(self.case.tokens, self.config.hidden_size))
         if problem:
             yield from _failed(problem, "bits", "bound", "format")
@@ -157,8 +155,7 @@ class _Bench:
             torch.from_numpy(Stream(self.case.seed, "partials", rank).bell("y", shape)).bfloat16()
             for rank in range(self.case.tp_size)
         ]
-        got, problem = self.call("reduce", [move(partial, self.device) for partial in partials])
-        y = _on_cpu(got)
+        y, problem = self.call("reduce", partials=[move(partial, self.device) for partial in partials])
         problem = problem or layout_problem("y", y, _bf16(*shape))
         if problem:
             yield from _failed(problem, "bits", "bound")
@@ -173,8 +170,9 @@ class _Bench:
         """Results end to end. The format bound takes the scales of ``x`` and of ``z``, as a chain of the stages does;
         of an ``o_proj`` that is the implementation's own it takes the software engine's."""
         here, truth = self.on_device, self.truth
-        got, problem = self.call("o_proj", here.o, here.positions, here.cos_sin_cache, here.weights)
-        y = _on_cpu(got)
+        y, problem = self.call(
+            "o_proj", o=here.o, positions=here.positions, cos_sin_cache=here.cos_sin_cache, weights=here.weights
+        )
         problem = problem or layout_problem("y", y, _bf16(self.case.tokens, self.config.hidden_size))
         if problem:
             yield from _failed(problem, "bits", "format")
@@ -230,14 +228,23 @@ class _Bench:
 
     # Calls
 
-    def call(self, stage: str, *arguments: Any) -> tuple[Any, str]:
-        """What the implementation returns, or why it did not return."""
+    def call(self, stage: str, **arguments: Any) -> tuple[Any, str]:
+        """What the implementation makes of copies of ``arguments``, on the CPU in its own storage; or why nothing."""
+        given = {name: _copied(value) for name, value in arguments.items()}
         try:
-            return getattr(self.implementation, stage)(*arguments, config=self.config), ""
-        except Exception as error:  # any failure of the code under test is a result, and the run goes on
+            got = getattr(self.implementation, stage)(*given.values(), config=self.config)
+            result = _activation(got) if stage == "quantize" else _on_cpu(got)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # any other end of the code under test, also its exit, is a result
             where = traceback.extract_tb(error.__traceback__)[-1]
             place = f"{where.filename.rpartition('/')[2]}:{where.lineno}"
-            return None, f"{stage} raised {type(error).__name__} at {place}: {error}"
+            return None, _printable(f"{stage} raised {type(error).__name__} at {place}: {error}")
+        pairs = zip(_tensors("", arguments), _tensors("", given), strict=True)
+        changed = [name for (name, before), (_, after) in pairs if not torch.equal(_storage(before), _storage(after))]
+        if changed:
+            return None, f"{stage} wrote into its argument {', '.join(changed)}"
+        return result, ""
 
     def activation_problem(self, x: QuantizedActivation | None) -> str:
         """'' where data and scale have the shape, dtype and strides that the consumer's kernel addresses."""
@@ -281,7 +288,47 @@ def _activation(got: Any) -> QuantizedActivation | None:
 
 
 def _on_cpu(got: Any) -> Any:
-    return move(got.detach(), CPU) if isinstance(got, torch.Tensor) else got
+    """A tensor in storage of its own, which later calls cannot overwrite; what has no values stays as it is."""
+    if not isinstance(got, torch.Tensor) or got.layout != torch.strided or got.is_meta:
+        return got
+    return duplicate(got.detach().resolve_neg(), CPU)
+
+
+def _copied(value: Any) -> Any:
+    """``value`` with every tensor in it duplicated where it is."""
+    if isinstance(value, torch.Tensor):
+        return duplicate(value, value.device)
+    if isinstance(value, list):
+        return [_copied(part) for part in value]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.replace(
+            value, **{f.name: _copied(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        )
+    return value
+
+
+def _tensors(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor in ``value`` with its name, in order."""
+    parts: dict[str, Any] = {}
+    if isinstance(value, torch.Tensor):
+        yield name, value
+    elif isinstance(value, dict):
+        parts = value
+    elif isinstance(value, list):
+        parts = {f"{name}[{index}]": part for index, part in enumerate(value)}
+    elif dataclasses.is_dataclass(value):
+        parts = {f"{name}.{f.name}": getattr(value, f.name) for f in dataclasses.fields(value)}
+    for part_name, part in parts.items():
+        yield from _tensors(part_name, part)
+
+
+def _storage(tensor: torch.Tensor) -> torch.Tensor:
+    """All bytes behind a tensor, those around a view included."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+
+
+def _printable(text: str) -> str:
+    return text.encode("utf-8", "replace").decode().replace("\0", "?")
 
 
 def _bf16(*shape: int) -> torch.Tensor:

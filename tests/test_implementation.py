@@ -12,6 +12,8 @@ from oproj.arch import get_arch
 from oproj.engines import EngineUnavailable
 from oproj.engines.software import SoftwareEngine
 
+MINE = "import conformance\nclass Mine(conformance.SoftwareImplementation):\n"
+
 
 def test_implementation_is_found_by_file_module_and_entry_point(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
@@ -33,7 +35,7 @@ def test_implementation_is_found_by_file_module_and_entry_point(tmp_path: Path) 
         ("no_such_package.at_all:Mine", ValueError, "'no_such_package.at_all' is not installed"),
         ("conformance:Mine", ValueError, "has no 'Mine'; it has .*SoftwareImplementation"),
         ("no-such-entry-point", ValueError, "'no-such-entry-point' is unknown"),
-        ("conformance:Case", TypeError, "missing"),
+        ("conformance:Case", ValueError, "cannot be built for sm90: TypeError: .*missing"),
         ("conformance:judge", ValueError, "lacks name, arch, quantize"),
         ("..:Mine", ValueError, "module '..'"),
     ],
@@ -56,3 +58,31 @@ def test_target_builds_what_it_names() -> None:
     assert isinstance(SoftwareImplementation("sm90").engine, SoftwareEngine)
     with pytest.raises(ValueError, match="engine='fast' is unknown"):
         Target("fast").build("sm90")
+
+
+@pytest.mark.parametrize(
+    ("code", "error", "message"),
+    [
+        ("def (", ValueError, "cannot be imported: SyntaxError"),
+        ("import sys; sys.exit(0)", ValueError, "cannot be imported: SystemExit: 0"),
+        (MINE + "    def __init__(self, arch): exit(0)", ValueError, "cannot be built for sm90: SystemExit: 0"),
+        (MINE + "    def __init__(self, arch): self.missing", ValueError, "cannot be built for sm90: AttributeError"),
+        (MINE + "    name = property(lambda self: 7, lambda self, name: None)", ValueError, "has name=7"),
+        (MINE + "    reduction = 'ring'", ValueError, "has reduction='ring'; known: bf16, fp32"),
+        (MINE + "    device = 'nonsense'", EngineUnavailable, "works on device='nonsense'"),
+    ],
+)
+def test_file_that_ends_the_program_or_makes_nothing_usable_is_refused(
+    tmp_path: Path, code: str, error: type[Exception], message: str
+) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(f"{code}\n")
+    with pytest.raises(error, match=message):
+        load_implementation(f"{path}:Mine", "sm90")
+
+
+def test_interrupt_is_not_taken_for_bad_input(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text("raise KeyboardInterrupt\n")
+    with pytest.raises(KeyboardInterrupt):
+        load_implementation(f"{path}:Mine", "sm90")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -152,6 +153,79 @@ def test_model_is_not_its_own_judge_but_judges_what_is_overridden() -> None:
     gpu: Any = SimpleNamespace(name="deep_gemm", arch=get_arch("sm90"), device="cpu", quantizer="software")
     assert [is_the_model(EngineImplementation(gpu), s) for s in ("quantize", "wo_a", "o_proj")] == [True, False, False]
     assert not is_the_model(object(), "wo_a")
+
+
+def test_engine_derived_from_the_model_is_not_the_model() -> None:
+    class LastBitLost(SoftwareEngine):
+        def fp8_einsum(self, expr: str, a: Any, b: Any, d: torch.Tensor, c: Any = None, **options: Any) -> None:
+            super().fp8_einsum(expr, a, b, d, c, **options)
+            d.view(torch.int16)[0, 0, 0] ^= 1
+
+    derived, replaced = SoftwareImplementation("sm90"), SoftwareImplementation("sm90")
+    derived.engine = LastBitLost("sm90")
+    replaced.engine.fp8_einsum = LastBitLost("sm90").fp8_einsum  # type: ignore[method-assign]
+    for mine in (derived, replaced):
+        assert [is_the_model(mine, stage) for stage in METHODS] == [False, False, False, True, False]
+        assert failed(run_stages(case(), mine))["wo_a"] == {"bits"}
+
+
+@pytest.mark.parametrize(
+    ("stage", "argument", "shown"),
+    [
+        ("quantize", 0, "o"), ("quantize", 1, "positions"), ("quantize", 2, "cos_sin_cache"),
+        ("wo_a", 0, "x.data, x.scale"), ("wo_a", 1, "weights.wo_a.weight"),
+        ("wo_b", 0, "z"), ("reduce", 0, "partials[0], partials[1]"),
+    ],
+)  # fmt: skip
+def test_writing_into_an_argument_fails_and_does_not_move_the_truth(stage: str, argument: int, shown: str) -> None:
+    """Each of these computes rightly from what it has zeroed, so it agrees with a truth that shares its memory."""
+    mine = Faulty("sm90")
+    right = getattr(mine, stage)
+
+    def wrong(*given: Any, config: Any) -> Any:
+        value = given[argument]
+        tensors = {"x.data, x.scale": lambda: [value.data.view(torch.uint8), value.scale]}.get(
+            shown, lambda: value if isinstance(value, list) else [getattr(value, "wo_a", value)]
+        )()
+        for tensor in tensors:
+            getattr(tensor, "weight", tensor).fill_(0)
+        return right(*given, config=config)
+
+    setattr(mine, stage, wrong)
+    results = run_stages(case(padding_slots=0), mine)
+    of_stage = [r for r in results if r.stage == stage]
+    assert {r.verdict.status for r in of_stage} == {"fail"}
+    assert {r.verdict.reason for r in of_stage} == {f"{stage} wrote into its argument {shown}"}
+    assert set(failed(results)) <= {stage, "o_proj"}
+
+
+@pytest.mark.parametrize(
+    ("flaw", "reason"),
+    [
+        (lambda y: sys.exit(0), "wo_b raised SystemExit at"),
+        (lambda y: y.to("meta"), "y is torch.strided on meta; expected a dense tensor with values"),
+        (lambda y: y.to_sparse(), "y is torch.sparse_coo on cpu"),
+        (lambda y: exec("raise ValueError('a\\0b\\ud800')"), "wo_b raised ValueError at <string>:1: a?b?"),
+    ],
+)
+def test_exit_or_a_tensor_without_values_is_a_failure_and_the_run_goes_on(flaw: Any, reason: str) -> None:
+    mine = SoftwareImplementation("sm90")
+    mine.wo_b = lambda z, weights, *, config: flaw(SoftwareImplementation.wo_b(mine, z, weights, config=config))  # type: ignore[method-assign]
+    results = run_stages(case(), mine)
+    assert set(failed(results)) == {"wo_b", "o_proj"}
+    assert all(reason in r.verdict.reason for r in results if r.stage == "wo_b")
+
+
+def test_result_that_a_later_call_overwrites_is_judged_as_it_was() -> None:
+    class OneBuffer(Faulty):
+        buffer = torch.empty(0)
+
+        def wo_a(self, x: Any, weights: Any, *, config: Any) -> torch.Tensor:
+            z = super().wo_a(x, weights, config=config)
+            self.buffer = self.buffer if self.buffer.shape == z.shape else torch.empty_like(z)
+            return self.buffer.copy_(z)
+
+    assert failed(run_stages(case(), OneBuffer("sm90"))) == {}
 
 
 def test_no_tokens_compare_nothing_and_wrong_shapes_of_nothing_fail() -> None:
