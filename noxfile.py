@@ -121,6 +121,14 @@ def tests(session: nox.Session) -> None:
 
 
 @nox.session
+def independent(session: nox.Session) -> None:
+    """A million random fused sums of every instruction row against PyPI's mmasim, an independent model."""
+    install(session, "-e", ".[dev]")
+    sums = {"OPROJ_INDEPENDENT_SUMS": str(2**20)}
+    session.run("python", "-m", "pytest", "tests/test_mmasim.py", *session.posargs, env=sums)
+
+
+@nox.session
 def lint(session: nox.Session) -> None:
     """Style and formatting (ruff), and who may import whom (import-linter)."""
     install(session, "ruff", "import-linter")

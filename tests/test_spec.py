@@ -11,7 +11,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oproj.arch import SM90, SM100, TCGEN05_F8F6F4, TCGEN05_MXF8F6F4, WGMMA_E4M3
+from oproj.arch import (
+    SM90,
+    SM100,
+    TCGEN05_BF16,
+    TCGEN05_F8F6F4,
+    TCGEN05_MXF8F6F4,
+    WGMMA_BF16,
+    WGMMA_E4M3,
+)
 from oproj.engines.software import spec
 
 E4M3 = {float(v): code for code, v in enumerate(torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float())}
@@ -73,6 +81,30 @@ MX_VECTORS = {
     "below the smallest subnormal, negative": ([-1], [1], 0, 0, 97, 0x00000000),
     "subnormal C beside zero products": ([0], [0], 0x00000200, 127, 127, 0x00000200),
     "smallest C beside zero products": ([0], [0], 0x00000001, 127, 127, 0x00000001),
+    "a zero takes part with exponent -133, not -132": ([1.25] * 21, [1.25] * 21, 0, 0, 100, 0x00000001),
+    "a zero takes part with exponent -133, not -134": ([1.75] * 21, [1.75] * 21, 0, 0, 99, 0x00000000),
+}
+
+INF, NAN = 0x7F800000, 0x7FFFFFFF
+
+# name: a, b as BF16 codes, C bits, FP32 bits of one k16 instruction on BF16
+BF16_VECTORS = {
+    "small sums are exact": ([0x3F80, 0x4000], [0x3F80, 0x3F80], 0, 0x40400000),
+    "25 bits, edge kept": ([0x3F80, 0xBF80, 0x3300], [0x3F80, 0x3F80, 0x3F80], 0, 0x33000000),
+    "25 bits, edge lost": ([0x3F80, 0xBF80, 0x3280], [0x3F80, 0x3F80, 0x3F80], 0, 0),
+    "C joins the sum": ([0x3300] * 15, [0x3F80] * 15, 0x3F800000, 0x3F800003),
+    "a subnormal factor keeps e = -126": ([0x0001], [0x7F00], 0x33000000, 0x3C800000),
+    "overflow is Inf": ([0x7F00], [0x4000], 0, INF),
+    "below the smallest subnormal": ([0x0080], [0x0080], 0, 0),
+    "a zero takes part with exponent -133, not -132": ([0x1920] * 15, [0x1960] * 15, 0, 0x00000001),
+    "a zero takes part with exponent -133, not -134": ([0x1940] * 15, [0x1938] * 15, 0, 0x00000000),
+    "Inf stays": ([0x7F80], [0x3F80], 0, INF),
+    "minus Inf by a sign": ([0x7F80], [0xBF80], 0, INF | 1 << 31),
+    "Inf times zero": ([0x7F80], [0x0000], 0, NAN),
+    "Inf minus Inf": ([0x7F80, 0xFF80], [0x3F80, 0x3F80], 0, NAN),
+    "Inf against C": ([0x7F80], [0x3F80], INF | 1 << 31, NAN),
+    "NaN beside Inf": ([0xFFC1, 0x7F80], [0x3F80, 0x3F80], 0, NAN),
+    "NaN times zero": ([0x7FC0], [0x0000], 0, NAN),
 }
 
 
@@ -90,6 +122,23 @@ def test_directed_vector(name):
 def test_directed_vector_with_scales_inside(name):
     a, b, c, byte_a, byte_b, expected = MX_VECTORS[name]
     assert spec.fdpa(codes(a), codes(b), c, TCGEN05_MXF8F6F4, byte_a, byte_b) == expected
+
+
+@pytest.mark.parametrize("name", BF16_VECTORS)
+@pytest.mark.parametrize("mma", [WGMMA_BF16, TCGEN05_BF16])
+def test_directed_vector_of_bf16(name, mma):
+    a, b, c, expected = BF16_VECTORS[name]
+    assert spec.fdpa(a, b, c, mma) == expected
+
+
+@given(st.integers(0, 2**16 - 1))
+def test_decoding_bf16_agrees_with_torch(code):
+    value = torch.tensor([code], dtype=torch.int32).to(torch.uint16).view(torch.bfloat16).double().item()
+    assert spec.is_nan(code, spec.BF16) == math.isnan(value)
+    assert spec.is_infinite(code, spec.BF16) == math.isinf(value)
+    if math.isfinite(value):
+        m, e = spec.decode(code, spec.BF16)
+        assert m * 2.0 ** (e - 7) == value and e >= -126
 
 
 @pytest.mark.parametrize("code", [0x7F, 0xFF])
