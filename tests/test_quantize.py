@@ -160,7 +160,7 @@ def test_all_bf16_values_up_to_448_are_rounded_to_the_nearest_even_code() -> Non
 
 def test_all_bf16_maxima_get_the_smallest_scale_that_holds_them() -> None:
     """No BF16 maximum lies in the band of the log2 rule, so the exact rule decides every one."""
-    exact = scalar.FUSED._replace(log2=False)
+    exact = scalar.FUSED._replace(scale="ceil")
     maxima = np.arange(INF, dtype=np.uint16)
     expected = [scalar.quantize_block([scalar.bf16_value(bits)], exact) for bits in maxima.tolist()]
     for sign in (0, 0x8000):

@@ -101,6 +101,8 @@ def rotate_and_quantize(
     if rotation not in row.rotations:
         raise ValueError(f"rotation={rotation!r} is not declared by {row.name}; declared: {row.rotations or 'none'}")
     _check_input("o", o, row)
+    if o.numel() and o.stride(-1) != 1:
+        raise ValueError(f"o has strides {o.stride()}; the last one must be 1")
     block = max(row.blocks)
     # The checks speak of BF16: half of an FP32 buffer's words stands for it, with the same shape.
     stand_in = o.view(torch.bfloat16)[..., : o.shape[-1]]
@@ -196,12 +198,10 @@ def _check_input(name: str, x: torch.Tensor, row: Quantizer) -> None:
         raise TypeError(f"{name} has dtype {x.dtype}; {row.name} takes {' or '.join(expected)}")
     if x.device.type != "cpu":
         raise ValueError(f"{name} is on {x.device}; the software quantisers work on CPU tensors")
-    if x.numel() and x.stride(-1) != 1:
-        raise ValueError(f"{name} has strides {x.stride()}; the last one must be 1")
 
 
 def _check_matrix(x: torch.Tensor, row: Quantizer, group_size: int, packed: bool) -> None:
-    if x.dim() != 2 or (x.numel() and x.stride(1) != 1):
+    if x.dim() != 2 or (x.numel() and x.shape[1] > 1 and x.stride(1) != 1):
         raise ValueError(
             f"x has shape {tuple(x.shape)} and strides {x.stride()}; expected [M, K] with unit last stride"
         )
