@@ -12,8 +12,9 @@ import torch
 
 from oproj.activation import QuantizedActivation
 from oproj.arch import Arch, arch_of_capability, get_arch
+from oproj.buffers import OProjBuffers
 from oproj.engines import Engine, EngineUnavailable, Recipe
-from oproj.quantize import engine_for, fused_inv_rope_fp8_quant
+from oproj.quantize import engine_of_call, fused_inv_rope_fp8_quant
 
 
 def compute_fp8_einsum_recipe(block_size: int = 128, *, arch: Arch | str | None = None) -> tuple[Recipe, bool]:
@@ -54,14 +55,17 @@ def deep_gemm_fp8_o_proj(
     einsum_recipe: Recipe,
     tma_aligned_scales: bool,
     engine: Engine | None = None,
+    buffers: OProjBuffers | None = None,
 ) -> Any:
     """Inverse RoPE, quantisation, grouped ``wo_a``, then whatever ``wo_b`` returns for z ``[T, n_groups*o_lora_rank]``.
 
     o: BF16 ``[T, heads, head_dim]``, or a ``QuantizedActivation`` that is rotated already (then positions and table
     are not read, and its first ``n_groups`` slots are taken of data and scale). wo_a: has ``weight`` (e4m3
     ``[n_groups, o_lora_rank, K]`` with ``weight_scale`` or ``weight_scale_inv`` in the architecture's layout, or BF16
-    of that shape or ``[n_groups*o_lora_rank, K]``). wo_b: any callable; it may return fewer rows than T. Raises
-    ``TypeError``/``ValueError`` that names the bad argument.
+    of that shape or ``[n_groups*o_lora_rank, K]``). wo_b: any callable; it may return fewer rows than T. engine: who
+    computes (default: found by device and scale format). buffers: memory for the quantised groups and z, so that this
+    call allocates none; z is then overwritten by the next call. Raises ``TypeError``/``ValueError`` that names the bad
+    argument. Works under ``torch.no_grad``, ``torch.compile(fullgraph=True)`` (``oproj.ops``) and for T = 0.
     """
     z = grouped_wo_a(
         o,
@@ -76,6 +80,7 @@ def deep_gemm_fp8_o_proj(
         einsum_recipe=einsum_recipe,
         tma_aligned_scales=tma_aligned_scales,
         engine=engine,
+        buffers=buffers,
     )
     return wo_b(z.flatten(1))
 
@@ -94,13 +99,18 @@ def grouped_wo_a(
     einsum_recipe: Recipe,
     tma_aligned_scales: bool,
     engine: Engine | None = None,
+    buffers: OProjBuffers | None = None,
 ) -> torch.Tensor:
     """z BF16 ``[T, n_groups, o_lora_rank]``, contiguous; arguments as in ``deep_gemm_fp8_o_proj``."""
     values = o.data if isinstance(o, QuantizedActivation) else o
     _check_recipe(einsum_recipe)
     _check_weight(wo_a.weight, values, n_groups, o_lora_rank, heads_per_group * (nope_dim + rope_dim))
     fp8 = wo_a.weight.dtype == torch.float8_e4m3fn
-    chosen = engine or engine_for(values, tma_aligned_scales)
+    chosen = engine_of_call(engine, values, tma_aligned_scales)
+    out, z = None, None
+    if buffers is not None:
+        buffers.check(values, n_groups, heads_per_group * (nope_dim + rope_dim), o_lora_rank)
+        *out, z = buffers.views(values.shape[0])
     if isinstance(o, QuantizedActivation):
         if not fp8:
             raise TypeError(f"o is quantised but wo_a.weight has dtype {wo_a.weight.dtype}; it must be float8_e4m3fn")
@@ -119,8 +129,10 @@ def grouped_wo_a(
             tma_aligned_scales,
             fp8,
             engine=chosen,
+            out=None if out is None else (out[0], out[1]),
         )
-    z = torch.empty((data.shape[0], n_groups, o_lora_rank), dtype=torch.bfloat16, device=data.device)
+    if z is None:
+        z = torch.empty((data.shape[0], n_groups, o_lora_rank), dtype=torch.bfloat16, device=data.device)
     if fp8:
         weight = (wo_a.weight, _weight_scale(wo_a))
         chosen.fp8_einsum("bhr,hdr->bhd", (data, scale), weight, z, recipe=einsum_recipe)
@@ -172,5 +184,7 @@ def bf16_groups(x: torch.Tensor, weight: torch.Tensor, *, out: torch.Tensor) -> 
     a, b = x.transpose(0, 1), per_group.transpose(1, 2)
     if x.device.type == "cpu":
         out.copy_(torch.bmm(a.double(), b.double()).transpose(0, 1))
+    elif torch.compiler.is_compiling():  # a strided out= breaks the graph
+        out.copy_(torch.bmm(a, b).transpose(0, 1))
     else:
         torch.bmm(a, b, out=out.transpose(0, 1))
