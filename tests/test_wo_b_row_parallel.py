@@ -224,3 +224,23 @@ def test_two_processes_have_the_bits_of_the_list_of_partials(tmp_path: Path) -> 
             scattered = collective == "reduce_scatter"
             expected = scatter_partials(partials, rank, kind) if scattered else reduce_partials(partials, kind)
             assert np.array_equal(bits, bits_of(expected)), name
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_the_words_that_travel_are_of_the_kind(monkeypatch: pytest.MonkeyPatch, collective: str) -> None:
+    """Two more ranks of 1 each beside 256: lost one by one in BF16, kept in FP32. Two real ranks cannot tell."""
+
+    def add_two_ranks(total: torch.Tensor, *source: torch.Tensor, group: object) -> None:
+        total.copy_(source[0][: len(total)] if source else total).add_(1).add_(1)
+
+    monkeypatch.setattr(dist, "all_reduce", add_two_ranks)
+    monkeypatch.setattr(dist, "reduce_scatter_tensor", add_two_ranks)
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 3)
+    found = []
+    for kind in SUM_KINDS:
+        module = RowParallelWoB(
+            lambda z: torch.full((4, 2), 256.0).bfloat16(), group=object(), kind=kind, collective=collective
+        )
+        found.append(module(torch.zeros(4, 1)))
+    assert [len(y) for y in found] == [4 if collective == "all_reduce" else 2] * 2
+    assert [set(y.flatten().tolist()) for y in found] == [{256.0}, {258.0}]
