@@ -157,28 +157,33 @@ def _(*_: Any, **__: Any) -> None:
 class OpsEngine:
     """The ops in an engine's call shape: what a traced call uses in the place of an engine.
 
-    arch: the row whose model runs on CPU tensors (a row or its name; ``None``: by the scale format). On CUDA tensors
-    the row is the device's own, whatever is said here.
+    arch: the row whose model runs on CPU tensors (a row or its name). On CUDA tensors the row is the device's own,
+    whatever is said here.
     """
 
     name = "ops"
 
-    def __init__(self, arch: Arch | str | None = None) -> None:
-        self._arch = "" if arch is None else get_arch(arch).name
+    def __init__(self, arch: Arch | str, device: torch.device | str = "cpu") -> None:
+        self.arch = get_arch(arch)
+        self.device = torch.device(device)
+
+    def describe(self) -> dict[str, Any]:
+        """Name and row; the engine that the ops find describes itself."""
+        return {"engine": self.name, "arch": self.arch.name}
 
     def fp8_einsum(
         self, expr: str, a: Operand, b: Operand, d: torch.Tensor, c: Any = None, *, recipe: Recipe = (1, 128, 128)
     ) -> None:
         """As ``Engine.fp8_einsum``; c is refused."""
         _refuse(c)
-        fp8_einsum(*_detached(*a, *b), d, list(recipe), expr, self._arch)
+        fp8_einsum(*_detached(*a, *b), d, list(recipe), expr, self.arch.name)
 
     def fp8_gemm_nt(
         self, a: Operand, b: Operand, d: torch.Tensor, c: Any = None, *, recipe: Recipe | None = None
     ) -> None:
         """As ``Engine.fp8_gemm_nt``; c is refused."""
         _refuse(c)
-        fp8_gemm_nt(*_detached(*a, *b), d, list(recipe or ()), self._arch)
+        fp8_gemm_nt(*_detached(*a, *b), d, list(recipe or ()), self.arch.name)
 
     def inv_rope_fp8_quant(
         self,
@@ -199,8 +204,8 @@ class OpsEngine:
         tensors = _detached(o, positions, cos_sin_cache)
         sizes = (n_groups, heads_per_group, nope_dim, rope_dim, quant_group_size)
         if out is None:
-            return inv_rope_fp8_quant(*tensors, *sizes, tma_aligned_scales, quantize, self._arch)
-        inv_rope_fp8_quant_out(*tensors, *out, *sizes, tma_aligned_scales, quantize, self._arch)
+            return inv_rope_fp8_quant(*tensors, *sizes, tma_aligned_scales, quantize, self.arch.name)
+        inv_rope_fp8_quant_out(*tensors, *out, *sizes, tma_aligned_scales, quantize, self.arch.name)
         return out
 
 

@@ -49,11 +49,13 @@ def engine_of_call(engine: Engine | None, tensor: torch.Tensor, packed: bool) ->
         return engine or engine_for(tensor, packed)
     from oproj.ops import OpsEngine
 
-    if engine is None or isinstance(engine, OpsEngine):
-        return engine or OpsEngine()
+    if isinstance(engine, OpsEngine):
+        return engine
+    if engine is None:  # on CUDA the device's own row counts, not this one
+        return OpsEngine("sm100" if packed else "sm90", tensor.device)
     if engine.name not in ("software", "deep_gemm") or (engine.name == "software") != (tensor.device.type == "cpu"):
         raise ValueError(f"engine {engine.name!r} cannot be traced by torch.compile; call it eagerly")
-    return OpsEngine(engine.arch)
+    return OpsEngine(engine.arch, tensor.device)
 
 
 def fused_inv_rope_fp8_quant(
