@@ -77,7 +77,7 @@ def not_last(tensor: torch.Tensor) -> torch.Tensor:
 
 
 MUTATIONS: dict[str, tuple[Callable[[Call], None], type[Exception], str]] = {
-    "expr": (spoil("expr", lambda _: "bhd,hdr->bhr"), ValueError, r"expr='bhd,hdr->bhr' .* supported: bhr,hdr->bhd"),
+    "expr": (spoil("expr", lambda _: "bmk,bnk->mn"), ValueError, r"expr='bmk,bnk->mn' .* supported: bhr,hdr->bhd"),
     "c": (spoil("c", lambda _: torch.zeros(1)), ValueError, r"c is Tensor; only c=None"),
     "recipe unknown": (spoil("recipe", lambda _: (1, 64, 128)), ValueError, r"recipe=\(1, 64, 128\)"),
     "recipe none": (spoil("recipe", lambda _: None), ValueError, r"recipe=None"),

@@ -72,7 +72,8 @@ class DeepGemmEngine:
         if d.numel() == 0:
             return
         with _current(self.device):
-            self.module.fp8_einsum(expr, tuple(a), tuple(b), d, recipe=recipe)
+            extra = {} if c is None else {"c": c}
+            self.module.fp8_einsum(expr, tuple(a), tuple(b), d, recipe=recipe, **extra)
 
     def fp8_gemm_nt(
         self,

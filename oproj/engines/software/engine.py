@@ -13,6 +13,7 @@ from oproj.activation import float_to_ue8m0, unpack_ue8m0
 from oproj.arch import Arch, get_arch
 from oproj.engines import Operand, Recipe
 from oproj.engines.checks import check_fp8_einsum, check_fp8_gemm_nt
+from oproj.engines.expressions import EINSUMS
 from oproj.engines.software import gemm
 from oproj.engines.software.quantizers import inv_rope_fp8_quant
 
@@ -43,12 +44,21 @@ class SoftwareEngine:
     ) -> None:
         """``d[t, h] = a[t, h] . b[h].T`` for ``"bhr,hdr->bhd"``: a ``[T, G, K]``, b ``[G, R, K]``, d ``[T, G, R]``.
 
-        Call shape of DeepGEMM 54e2261 ``csrc/apis/einsum.hpp``; arithmetic of ``oproj.engines.software.spec.chain``.
+        Further expressions of the row: ``oproj.engines.expressions``. Call shape of DeepGEMM ``csrc/apis/einsum.hpp``;
+        arithmetic of ``oproj.engines.software.spec.chain``, then ``spec.reduce_add`` where c is given.
         """
         recipe = check_fp8_einsum(self.arch, expr, a, b, d, c, recipe)
         self._refuse_other_devices(d)
-        by_group = (a[0].transpose(0, 1), a[1].transpose(0, 1))
-        self._grouped(by_group, b, d.transpose(0, 1), recipe)
+        product = EINSUMS[expr]
+        left, right = (
+            (product.by_group(axes, codes), product.by_group(axes, scale))
+            for axes, (codes, scale) in ((product.a, a), (product.b, b))
+        )
+        start = None if c is None else product.by_group(product.d, c.detach()).clone()
+        by_group = product.by_group(product.d, d)
+        self._grouped(left, right, by_group, recipe)
+        if start is not None:
+            by_group.copy_(_reduce_add(start, by_group))
 
     def fp8_gemm_nt(
         self,
@@ -146,3 +156,12 @@ class SoftwareEngine:
     def _refuse_other_devices(self, d: torch.Tensor) -> None:
         if d.device.type != self.device.type:
             raise ValueError(f"d is on {d.device}; this software engine works on {self.device.type} tensors")
+
+
+def _reduce_add(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """FP32 ``x + y`` as ``spec.reduce_add``."""
+
+    def flushed(value: torch.Tensor) -> torch.Tensor:
+        return torch.where(value.abs() < torch.finfo(torch.float32).tiny, value * 0.0, value)
+
+    return flushed(flushed(x) + flushed(y))

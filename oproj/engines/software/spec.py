@@ -190,6 +190,20 @@ def bf16_bits(bits: int) -> int:
     return (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16 & 0xFFFF
 
 
+def reduce_add(x: int, y: int) -> int:
+    """FP32 bits of ``x + y`` as the store engine adds a result onto memory, to nearest even.
+
+    Subnormals, taken or made, become a zero of their sign. DeepGEMM SM100 stores with ``cp.reduce.async.bulk.tensor``
+    (``epilogue/sm100_store_cd.cuh``); its rounding and flushing: PTX ISA 9.0, ``cp.reduce.async.bulk``. Unmeasured.
+    """
+    total = fma_f32(1.0, bits_float(_flushed(x)), bits_float(_flushed(y)))
+    return NAN_BITS if math.isnan(total) else _flushed(float_bits(total))
+
+
+def _flushed(bits: int) -> int:
+    return bits & 0x80000000 if bits & INF_BITS == 0 else bits
+
+
 def chain(
     arch: Arch, a: Sequence[int], b: Sequence[int], scales_a: Sequence, scales_b: Sequence, gran_k: int = 128
 ) -> int:
