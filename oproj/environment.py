@@ -19,6 +19,9 @@ import torch
 from oproj.arch import ARCHS, Arch, arch_of_capability
 from oproj.engines.discovery import Finding, cuda_compiler, discover
 from oproj.evidence import measured_stages
+from oproj.versions import PACKAGES as TESTED_PACKAGES
+from oproj.versions import lines as tested_lines
+from oproj.versions import tested
 
 PACKAGES = (
     "oproj",
@@ -39,7 +42,7 @@ STAGES = ("quantize", "wo_a", "wo_b")
 def collect() -> dict[str, Any]:
     """Everything as JSON-able data. Needs no GPU and none of the optional packages.
 
-    Keys: python, platform, cpus, torch, cuda, driver, nvcc, jit_cache, gpus, packages, deep_gemm, engines.
+    Keys: python, platform, cpus, torch, cuda, driver, nvcc, jit_cache, gpus, packages, deep_gemm, tested, engines.
     """
     findings = discover()
     return {
@@ -54,6 +57,7 @@ def collect() -> dict[str, Any]:
         "gpus": gpus(),
         "packages": {name: installed_version(name) for name in PACKAGES},
         "deep_gemm": [vars(finding) for finding in findings],
+        "tested": tested(torch.__version__, {name: installed_version(name) for name in TESTED_PACKAGES}),
         "engines": {arch.name: _engine_of(arch, findings) for arch in ARCHS.values()},
     }
 
@@ -77,6 +81,7 @@ def to_text(environment: dict[str, Any]) -> str:
     lines += [f"  {name:<18} {version or 'not installed'}" for name, version in env["packages"].items()]
     lines += ["", "DeepGEMM"]
     lines += ["  " + Finding(**finding).line() for finding in env["deep_gemm"]]
+    lines += ["", "tested combinations", *("  " + line for line in tested_lines(env["tested"]))]
     lines += ["", "engine that 'auto' takes"]
     for arch, row in env["engines"].items():
         lines.append(f"  {arch:<6} {row['auto'] or 'none'}: {row['why']}")
