@@ -6,8 +6,9 @@ missing; 4 nothing was compared; 130 stopped by Ctrl-C.
 
 from __future__ import annotations
 
+import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -23,7 +24,7 @@ from conformance.families import FAMILIES
 from conformance.grid import Grid
 from conformance.implementation import Implementation
 from conformance.runner import Row, Run, Target, run_case, run_cases
-from conformance.terminal import INTERRUPTED, PASSED, guarded, integers, say, split, stop, verdict_code
+from conformance.terminal import FAILED, INTERRUPTED, PASSED, guarded, integers, say, split, stop, verdict_code
 from oproj.arch import ARCHS
 from oproj.config import PRESETS
 from oproj.engines import ENGINES
@@ -53,6 +54,13 @@ Engine = Annotated[str, typer.Option(help=f"Who does the arithmetic: {', '.join(
 Judged = Annotated[str, typer.Option(help="What to judge: package.module:Mine, path/file.py:Mine, or an entry point.")]
 
 
+def _choice(what: str, known: Iterable[str], default: Sequence[object] = (), more: str = "") -> str:
+    """The help of an option that takes a comma list: what may be named, and what runs where it is left out."""
+    names = ": " + ", ".join(known) if known else ""
+    standard = ", ".join(map(str, default)) or "all"
+    return f"{what}{names}; separate with commas. Default: {standard}{more}."
+
+
 def main() -> None:
     """Entry point of the console script."""
     app(prog_name="oproj")
@@ -60,18 +68,26 @@ def main() -> None:
 
 @app.command()
 def run(
-    arch: Annotated[Strings, typer.Option(help=f"Architectures: {', '.join(ARCHS)}.")] = None,
+    arch: Annotated[Strings, typer.Option(help=_choice("Architectures", ARCHS, grids.ARCHS))] = None,
     engine: Engine = "auto",
-    preset: Annotated[Strings, typer.Option(help=f"Models: {', '.join(PRESETS)}.")] = None,
-    tp: Annotated[Strings, typer.Option(help="Tensor-parallel sizes.")] = None,
-    tokens: Annotated[Strings, typer.Option(help="Numbers of tokens; 0 is allowed.")] = None,
-    family: Annotated[Strings, typer.Option(help=f"Input families: {', '.join(FAMILIES)}.")] = None,
+    preset: Annotated[Strings, typer.Option(help=_choice("Models", PRESETS, grids.PRESETS))] = None,
+    tp: Annotated[Strings, typer.Option(help=_choice("Tensor-parallel sizes", (), grids.TP_SIZES))] = None,
+    tokens: Annotated[
+        Strings,
+        typer.Option(
+            help=_choice("Numbers of tokens, 0 too", (), grids.TOKENS, f", and a few Cases of {grids.MANY_TOKENS}")
+        ),
+    ] = None,
+    family: Annotated[Strings, typer.Option(help=_choice("Input families", FAMILIES))] = None,
     examples: Annotated[int, typer.Option(min=0, help="Cases per combination; 0: about one per family.")] = 0,
     seed: Annotated[int, typer.Option(min=0, help="Added to the seed of every Case.")] = 0,
     full: Annotated[bool, typer.Option("--full", help="Real widths; by default groups and columns are cut.")] = False,
     implementation: Judged = "",
     out: Annotated[
-        Path | None, typer.Option(file_okay=False, help="Folder of rows and tables; earlier rows there are replaced.")
+        Path | None,
+        typer.Option(
+            file_okay=False, help="Folder of rows and tables, by default out/RUN_ID; earlier rows there are replaced."
+        ),
     ] = None,
     workers: Annotated[int, typer.Option(min=0, help="Processes; 0: one per core, one in all on a GPU.")] = 0,
 ) -> None:
@@ -92,8 +108,17 @@ def run(
     write_csv(df, folder / "rows.csv")
     write_page(df, folder / "report.html")
     print_rich(df)
+    code = verdict_code(df)
+    if code == FAILED and target != Target():
+        say(f"to replay what was judged, add {_options(target)} to `oproj replay`")
     say(f"{len(df)} rows of {len(chosen)} Cases, tables and page in {folder}")
-    raise typer.Exit(verdict_code(df))
+    raise typer.Exit(code)
+
+
+def _options(target: Target) -> str:
+    """The options that name ``target`` again."""
+    name, value = ("implementation", target.implementation) if target.implementation else ("engine", target.engine)
+    return f"--{name} {shlex.quote(value)}"
 
 
 def _grid(
@@ -182,11 +207,27 @@ def replay(
     rows = guarded(judged)
     df = from_rows(rows)
     print_rich(df)
+    if not case.lstrip().startswith("{"):
+        _say_what_else_was_judged(case, source, rows[0])
     for row in rows:
         if row["reason"]:
             line = f"{row['stage']} {row['oracle']}: {row['verdict']}: {row['reason']}"
             say(line, style="bold red" if row["verdict"] == "fail" else "")
     raise typer.Exit(verdict_code(df))
+
+
+def _say_what_else_was_judged(case_id: str, source: Path | None, now: Row) -> None:
+    """A note where the recorded rows are of something else than this replay, which then cannot show their failure."""
+    df = load(source) if source else pd.DataFrame()
+    of_case = df[df["case_id"] == case_id]
+    recorded = dict.fromkeys(zip(of_case["engine"], of_case["implementation"]))
+    if (now["engine"], now["implementation"]) not in recorded:
+        names = ", ".join(name if name == engine else f"{name} on {engine}" for engine, name in recorded)
+        say(
+            f"note: {source} judged {names}, this replay {now['implementation']} on {now['engine']}; "
+            "name the other with --implementation or --engine",
+            style="yellow",
+        )
 
 
 def _look_up(case_id: str, source: Path | None) -> Case:
@@ -237,6 +278,8 @@ def gate_command(
         say(line, style="bold red")
     for line in result.improvements:
         say(line, style="green")
+    if any(line.endswith("missing in the run") for line in result.problems):
+        say("rows are missing: the baselines are those of whole default runs; --arch narrows what must have run")
     code = exit_code(result)
     problems = len(result.problems) + len(result.bad_input)
     word = "passed" if code == PASSED else f"FAILED, {problems} problem(s)"

@@ -25,9 +25,17 @@ LABELS = {
     "first_bad": "first bad",
 }
 NOTES = (
+    "Oracle bits: the same bits as the model of the hardware. bound: float64 on the very codes and scales that the "
+    "stage was given, within the derived bound of the arithmetic. format: float64 on the values before they were "
+    "quantised, so that its bound has the cost of FP8 in it. Not applicable: the oracle says nothing there, and why "
+    "is under Not judged.",
     "Margin is abs(error) / bound: at most 1 passes. p99.9 is the largest p99.9 of a case.",
     "RMS and bias are weighted by compared elements. RMS, bias, calc_diff and ULP never decide. "
     "A dash means: does not apply.",
+)
+REPLAY_NOTE = (
+    "A replay runs the engine that `auto` takes. To see the failure of another engine or of your own implementation, "
+    "add the run's --engine or --implementation."
 )
 MARKS = {"pass": "✓ pass", "fail": "✗ FAIL", NOTHING: "✗ nothing compared"}
 """A failure differs from a pass by its words, so that it shows in print and without colour."""

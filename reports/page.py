@@ -18,7 +18,7 @@ from pandas.io.formats.style import Styler
 
 from .aggregate import overall_verdict
 from .files import write_text
-from .formatting import MARKS, NOTES, cell, is_bad, is_figure, label, records, replay_line, shown
+from .formatting import MARKS, NOTES, REPLAY_NOTE, cell, is_bad, is_figure, label, records, replay_line, shown
 from .tables import TITLE, environment, not_judged, per_arch, per_arch_stage, worst_cases
 
 _TEMPLATE = "page.html.j2"
@@ -38,6 +38,7 @@ def write_page(df: pd.DataFrame, path: str | os.PathLike[str], title: str = TITL
         verdict=MARKS[verdict],
         passed=verdict == "pass",
         notes=NOTES,
+        replay_note=REPLAY_NOTE,
         summary=_html(per_arch(df), "summary"),
         stages={arch: _html(table, f"stages{i}") for i, (arch, table) in enumerate(by_arch.items())},
         worst=[_worst_case(record) for record in records(worst_cases(df, worst))],

@@ -20,6 +20,7 @@ from .files import write_text
 from .formatting import (
     MARKS,
     NOTES,
+    REPLAY_NOTE,
     cell,
     escape_markdown,
     is_bad,
@@ -160,7 +161,7 @@ def write_markdown(df: pd.DataFrame, path: str | os.PathLike[str], title: str = 
         parts += ["## Not judged", to_markdown(left_out)]
     failed = _failed(df, 10)
     if len(failed):
-        parts += ["## Failed cases, worst first", *map(_failed_case, records(failed))]
+        parts += ["## Failed cases, worst first", REPLAY_NOTE, *map(_failed_case, records(failed))]
     return write_text(path, "\n\n".join(part.strip("\n") for part in parts) + "\n")
 
 
@@ -173,8 +174,10 @@ def _failed_case(record: dict[str, Any]) -> str:
     where = " ".join(record[name] for name in ("arch", "engine", "implementation", "stage", "oracle"))
     figures = f"{cell('mismatched', record)} of {cell('compared', record)} elements mismatched"
     said = [record["fault"], figures, f"max margin {cell('margin_max', record)}"]
-    said += [f"first bad {record['first_bad']}"] if record["first_bad"] else []
-    said += [record["reason"]] if record["reason"] else []
+    if record["reason"]:  # it names the first bad element
+        said.append(record["reason"])
+    elif record["first_bad"]:
+        said.append(f"first bad {record['first_bad']}")
     text = escape_markdown(f"{where}, family {record['family']}: {'; '.join(said)}")
     return f"{text}\n\n```sh\n{replay_line(record['case'])}\n```"
 
@@ -197,7 +200,7 @@ def print_rich(df: pd.DataFrame, console: Console | None = None) -> None:
 def _fitting(console: Console, table: pd.DataFrame) -> Table:
     """The table of one arch, less the columns that have no room: a figure cut off is a wrong figure."""
     one = [name for name in ("arch", "engine", "implementation", "evidence") if table[name].nunique() == 1]
-    title = " · ".join(table[name].iloc[0] for name in one)
+    title = " · ".join(dict.fromkeys(table[name].iloc[0] for name in one))
     columns = [name for name in shown(table) if name not in one]
     left_out: list[str] = []
     out = _rich_table(table, columns, title, left_out)
