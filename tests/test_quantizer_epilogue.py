@@ -66,24 +66,31 @@ def test_bits_are_those_of_the_scalar_rotation_and_quantiser(
     np.testing.assert_array_equal(exponent_bytes(scale), scale_bytes)
 
 
-def test_the_fused_side_shows_where_pairs_cancel() -> None:
+def pairs_next_to_ties(lane: int) -> dict:
+    """One head a token with scale 1, whose rotated lanes come within an ulp of a tie: the rounded product decides."""
     rng = np.random.default_rng(3)
-    args = call(16, 1, 3, [0], torch.float32)
-    pairs = rng.standard_normal((16, 1, 32, 2)).astype(np.float32)
-    args["o"][:] = 0
-    args["o"][:, :, 448:] = torch.from_numpy(pairs).flatten(2)
-    args["cos_sin_cache"] = table_of(np.arctan2(-pairs[:, 0, :, 0].astype(np.float64), pairs[:, 0, :, 1]))
-    args["positions"] = torch.arange(16)
-    codes = [codes_of(rotate_and_quantize(**args, rotation=r)[0]) for r in QUANTIZERS["rope-quant"].rotations]
-    turned = [  # even lanes cancel, so what is left of them is the rounding error of one product
-        [
-            scalar.inverse_rotate(args["o"][t, 0].tolist(), args["cos_sin_cache"][t].tolist(), r)[448::2]
-            for t in range(16)
-        ]
-        for r in QUANTIZERS["rope-quant"].rotations
-    ]
-    assert len({str(part) for part in turned}) == 3
-    assert all(c.shape == (16, 1, 1024) for c in codes)
+    even, odd, c = rng.uniform(1, 2, (3, 8, 32)).astype(np.float32).astype(np.float64)
+    tie = rng.choice(np.arange(17, 32, 2) / 16, (8, 32))
+    s = (tie - even * c) / odd if lane == 0 else (odd * c - tie) / even
+    o = np.zeros((8, 1, 512), np.float32)
+    o[:, 0, 384] = 448
+    o[:, 0, 448::2], o[:, 0, 449::2] = even, odd
+    table = torch.from_numpy(np.concatenate([c, s], axis=1).astype(np.float32))
+    turn = {"positions": torch.arange(8), "cos_sin_cache": table}
+    return {"o": torch.from_numpy(o), **turn, "n_groups": 1, "heads_per_group": 1}
+
+
+@pytest.mark.parametrize("lane", [0, 1])
+def test_each_fused_side_decides_codes_of_its_own(lane: int) -> None:
+    args, seen = pairs_next_to_ties(lane), []
+    for rotation in QUANTIZERS["rope-quant"].rotations:
+        found = codes_of(rotate_and_quantize(**args, rotation=rotation)[0])[:, 0, 448 + lane :: 2]
+        for t, (head,) in enumerate(args["o"].tolist()):
+            y = scalar.inverse_rotate(head, args["cos_sin_cache"][t].tolist(), rotation)
+            expected = scalar.quantize_row(y[384:], 128, scalar.RULES["rope-quant"])[0]
+            assert found[t].tolist() == expected[64 + lane :: 2]
+        seen.append(found)
+    assert all((a != b).any() for i, a in enumerate(seen) for b in seen[:i])
 
 
 def test_an_empty_row_is_minus_448_at_the_floor_and_an_inf_is_refused() -> None:
