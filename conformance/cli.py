@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Annotated
 
@@ -24,7 +25,18 @@ from conformance.families import FAMILIES
 from conformance.grid import Grid
 from conformance.implementation import Implementation
 from conformance.runner import Row, Run, Target, run_case, run_cases
-from conformance.terminal import FAILED, INTERRUPTED, PASSED, guarded, integers, say, split, stop, verdict_code
+from conformance.terminal import (
+    BAD_INPUT,
+    FAILED,
+    INTERRUPTED,
+    PASSED,
+    guarded,
+    integers,
+    say,
+    split,
+    stop,
+    verdict_code,
+)
 from oproj.arch import ARCHS
 from oproj.config import PRESETS
 from oproj.engines import ENGINES
@@ -33,11 +45,16 @@ from reports.baseline import write_baselines
 from reports.gate import exit_code, gate
 from reports.page import write_page
 from reports.schema import from_rows
-from reports.store import RowWriter, load, write_csv
+from reports.store import RowWriter, load, remove_parts, write_csv
 from reports.tables import per_arch_stage, print_rich, to_markdown, write_markdown
 
 BASELINES = Path(__file__).resolve().parents[1] / "reports" / "baselines"
 FORMATS = ("table", "md", "csv")
+_DERIVED: dict[str, Callable[[pd.DataFrame, Path], object]] = {
+    "tables.md": write_markdown,
+    "rows.csv": write_csv,
+    "report.html": write_page,
+}
 _FLUSH_EVERY = 500
 _MANY_CASES, _MOST_PROCESSES = 32, 16
 
@@ -98,15 +115,14 @@ def run(
         target = _target(engine, implementation)
         # Hardware and names are asked for before anything is written.
         built = [target.build(name) for name in chosen.archs]
-        return chosen, target, workers or _processes(len(chosen), built)
+        processes = _processes(len(chosen), built)
+        return chosen, target, workers or processes
 
     chosen, target, processes = guarded(plan)
     this = Run.now()
     folder = out or Path("out") / this.run_id
-    df = _run_into(folder, chosen, target, this, processes)
-    write_markdown(df, folder / "tables.md")
-    write_csv(df, folder / "rows.csv")
-    write_page(df, folder / "report.html")
+    df = guarded(lambda: _run_into(folder, chosen, target, this, processes))
+    guarded(lambda: [write(df, folder / name) for name, write in _DERIVED.items()])
     print_rich(df)
     code = verdict_code(df)
     if code == FAILED and target != Target():
@@ -156,12 +172,15 @@ def _target(engine: str, implementation: str) -> Target:
 def _processes(cases: int, implementations: Sequence[Implementation]) -> int:
     """One process per core for many Cases on CPUs; a GPU has one owner, and few Cases end before a process starts."""
     on_cpu = all(torch.device(getattr(each, "device", "cpu")).type == "cpu" for each in implementations)
-    return min(thread_count(), _MOST_PROCESSES) if on_cpu and cases >= _MANY_CASES else 1
+    cores = thread_count()  # refuses a bad OPROJ_THREADS also where there is one process
+    return min(cores, _MOST_PROCESSES) if on_cpu and cases >= _MANY_CASES else 1
 
 
 def _run_into(folder: Path, chosen: Grid, target: Target, this: Run, workers: int) -> pd.DataFrame:
     """Run all Cases into ``folder`` with a progress bar on standard error; the rows as a frame."""
-    _clear(folder)
+    remove_parts(folder)
+    for name in _DERIVED:  # of an earlier run, and would be taken for this one's were it killed
+        (folder / name).unlink(missing_ok=True)
     rows: list[Row] = []
     try:
         with RowWriter(folder, this.run_id, _FLUSH_EVERY) as writer, _progress() as progress:
@@ -173,13 +192,9 @@ def _run_into(folder: Path, chosen: Grid, target: Target, this: Run, workers: in
                 progress.update(task, advance=1, failed=failed)
     except KeyboardInterrupt:
         stop(INTERRUPTED, f"stopped: {len(rows)} rows in {folder} are valid; `oproj report {folder}` shows them")
+    except BrokenProcessPool:
+        stop(FAILED, f"a worker process died after {len(rows)} rows, which are in {folder}; --workers 1 shows the Case")
     return from_rows(rows)
-
-
-def _clear(folder: Path) -> None:
-    """Remove the row files of an earlier run, whose rows would be taken for rows of this one."""
-    for path in sorted(folder.glob("rows-*.parquet")) if folder.is_dir() else []:
-        path.unlink()
 
 
 def _progress() -> Progress:
@@ -272,6 +287,8 @@ def gate_command(
     arch: Annotated[Strings, typer.Option(help="The architectures that must have run.")] = None,
 ) -> None:
     """Fail where a run is worse than its baseline, lacks rows, or compared nothing."""
+    if arch is not None and not split(arch, ()):
+        stop(BAD_INPUT, "--arch is empty; name at least one architecture, or leave it out")
     df = guarded(lambda: load(directory))
     result = gate(df, baseline, engine, split(arch, ()) or None)
     for line in [*result.bad_input, *result.problems]:

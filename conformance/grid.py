@@ -63,6 +63,8 @@ class Grid:
                 )
         if min(self.tokens) < 0 or self.examples < 0 or self.many_tokens < 0:
             raise ValueError(f"tokens={list(self.tokens)} and examples={self.examples} must not be negative")
+        if not 0 <= self.seed < 2**62 or max(self.tokens) >= 2**31:
+            raise ValueError(f"seed={self.seed} must lie in 0 .. 2**62 - 1 and tokens={list(self.tokens)} below 2**31")
 
     def cases(self) -> Iterator[Case]:
         """The Cases in order: the same for each arch, and for a combination whatever else is run beside it.

@@ -12,6 +12,7 @@ import os
 import platform
 import signal
 import subprocess
+import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -124,7 +125,16 @@ def _in_order(
             waiting.append(pool.submit(run_case, case, target, run))
 
 
+def _end_with_parent() -> None:
+    """A worker whose parent was killed would wait for its next Case for ever."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
 def _start_worker(cores: int) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     os.environ["OPROJ_THREADS"] = str(cores)
     torch.set_num_threads(cores)

@@ -39,6 +39,11 @@ def guarded(action: Callable[[], T]) -> T:
         stop(NOTHING_COMPARED, str(error))
     except (ValueError, TypeError) as error:
         stop(BAD_INPUT, str(error))
+    except MemoryError as error:
+        stop(BAD_INPUT, f"not enough memory: {error}")
+    except OSError as error:
+        path = error.filename2 or error.filename
+        stop(BAD_INPUT, f"{path}: {error.strerror}" if path else str(error))
 
 
 def split(values: list[str] | None, default: tuple[str, ...]) -> tuple[str, ...]:

@@ -162,4 +162,7 @@ def _parse(source: Path, line: int, texts: dict[str, Any]) -> dict[str, Any]:
             row[name] = int(text) if name not in FLOATS else float(text or "nan")
         except ValueError:
             raise RowsError(f"{source}, line {line}: {name} must be a number, got {text!r}") from None
+    if not 0 <= row["mismatched"] <= row["compared"] or row["compared"] < 1:
+        counts = f"compared={row['compared']}, mismatched={row['mismatched']}"
+        raise RowsError(f"{source}, line {line}: {counts}: at least 1 compared, and no more mismatched than that")
     return row

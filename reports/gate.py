@@ -25,7 +25,7 @@ PASSED, REGRESSED, BAD_INPUT, NOTHING_COMPARED = 0, 1, 2, 4
 _SIGNIFICANT = 6
 # Between the largest float64 and the last digit of the smallest.
 _EVERY_DIGIT = Context(prec=700)
-_ONE_ROW = ["run_id", "arch", "engine", "implementation", "stage", "oracle", "case_id"]
+_ONE_ROW = ["arch", "engine", "implementation", "stage", "oracle", "case_id"]
 
 Row = dict[str, Any]
 Rows = dict[tuple[Any, ...], Row]
@@ -185,7 +185,7 @@ def _sign(name: str, new: Row, old: Row) -> int:
     if math.isnan(a) or math.isnan(b):
         return int(math.isnan(a) != math.isnan(b))
     a, b = abs(a), abs(b)
-    if name in FLOATS:
+    if name in FLOATS and math.isfinite(b):
         sizes = [old["rms_rel_error"], b] if name == "signed_bias" else [b]
         size = next((size for size in sizes if size > 0 and math.isfinite(size)), None)
         if size is not None and math.isfinite(a):

@@ -114,6 +114,15 @@ def load(path: str | os.PathLike[str]) -> pd.DataFrame:
     return df
 
 
+def remove_parts(directory: str | os.PathLike[str]) -> None:
+    """Remove every part of earlier runs, whose rows would be taken for rows of the next one.
+
+    Raises: RowsError where a Parquet file there is no part; nothing is removed then.
+    """
+    for _, _, path in _parts(Path(directory)):
+        path.unlink()
+
+
 def write_csv(df: pd.DataFrame, path: str | os.PathLike[str]) -> Path:
     """Write rows as CSV with every bit of every float, NaN as an empty cell; `load` reads them back equal."""
     plain = pa.schema([(field.name, field.type) for field in ARROW_SCHEMA])

@@ -126,6 +126,8 @@ def test_missing_package_of_an_implementation_is_exit_3(tmp_path: Path) -> None:
         (["run", "--tp", "two"], "--tp takes whole numbers"),
         (["run", "--tokens", "-1"], "must not be negative"),
         (["run", "--tokens", ","], "tokens is empty"),
+        (["run", "--seed", str(2**63)], "seed=9223372036854775808 must lie in 0 .. 2**62 - 1"),
+        (["run", "--tokens", str(10**20)], "below 2**31"),
         (["run", "--examples", "-1"], "Invalid value"),
         (["run", "--implementation", "nowhere.py:Mine"], "'nowhere.py' does not exist"),
         (["run", "--implementation", "a:B", "--engine", "software"], "exclude each other"),
@@ -136,6 +138,7 @@ def test_missing_package_of_an_implementation_is_exit_3(tmp_path: Path) -> None:
         (["replay", "0123456789ab", "--in", "nowhere"], "nowhere: no such file"),
         (["report", "nowhere"], "nowhere: no such file"),
         (["gate", "nowhere"], "nowhere: no such file"),
+        (["gate", "nowhere", "--arch", ","], "--arch is empty"),
         (["rebaseline", "nowhere", "--reason", "x"], "nowhere: no such file"),
         (["rebaseline", "nowhere"], "Missing option"),
         (["explode"], "No such command"),
@@ -235,3 +238,64 @@ def test_many_cases_on_cpus_take_every_core_and_a_gpu_takes_one_process() -> Non
     assert cli._processes(31, []) == 1
     assert cli._processes(32, []) == min(cli.thread_count(), 16)
     assert cli._processes(32, [OnGpu()]) == 1  # type: ignore[list-item]
+
+
+def test_folder_that_cannot_be_written_is_exit_2_and_named(finished: Path, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    for command in (
+        ["run", "--arch", "sm90", *QUICK, "--out", file / "sub"],
+        ["report", finished, "--html", file / "page.html"],
+        ["report", finished, "--html", tmp_path],
+        ["rebaseline", finished, "--reason", "x", "--baseline", file],
+    ):
+        result = oproj(*command)
+        assert result.exit_code == 2, result.output
+        assert str(file) in text(result) or f"{tmp_path}: Is a directory" in text(result)
+
+
+def test_folder_with_foreign_parquet_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+    for name in ("rows-2024.parquet", "rows-earlier-0000.parquet"):
+        (tmp_path / name).write_bytes(b"kept")
+    result = oproj("run", "--arch", "sm90", *QUICK, "--out", tmp_path)
+    assert result.exit_code == 2 and "rows-2024.parquet: foreign file" in text(result)
+    assert {path.name for path in tmp_path.iterdir()} == {"rows-2024.parquet", "rows-earlier-0000.parquet"}
+
+
+def test_tables_of_an_earlier_run_do_not_outlive_a_stopped_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(*arguments: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "run_cases", stopped)
+    for name in ("rows.csv", "tables.md", "report.html", "notes.txt"):
+        (tmp_path / name).touch()
+    assert oproj("run", "--arch", "sm90", *QUICK, "--out", tmp_path).exit_code == 130
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+@pytest.mark.parametrize("threads", ["abc", "0", "-1", "1.5"])
+def test_bad_number_of_threads_is_exit_2(threads: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPROJ_THREADS", threads)
+    result = oproj("run", "--arch", "sm90", *QUICK, "--out", tmp_path / "out")
+    assert result.exit_code == 2 and f"OPROJ_THREADS='{threads}' must be a whole number" in text(result)
+    assert not (tmp_path / "out").exists()
+
+
+def test_implementation_that_exits_fails_the_run_or_is_refused(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.py"
+    body = "import conformance\nclass Mine(conformance.SoftwareImplementation):\n    def {}: exit(0)\n"
+    for method, code in (("wo_a(self, *args, **options)", 1), ("__init__(self, arch)", 2)):
+        mine.write_text(body.format(method))
+        result = oproj("run", "--arch", "sm90", *QUICK, "--implementation", f"{mine}:Mine", "--out", tmp_path / "out")
+        assert result.exit_code == code, result.output
+
+
+def test_worker_that_dies_is_exit_1_and_said(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "import os, conformance\n"
+        "class Mine(conformance.SoftwareImplementation):\n"
+        "    def wo_a(self, x, weights, *, config): os._exit(0)\n"
+    )
+    mine = ["--implementation", f"{tmp_path / 'mine.py'}:Mine", "--workers", "2"]
+    result = oproj("run", "--arch", "sm90", *QUICK, *mine, "--out", tmp_path / "out")
+    assert result.exit_code == 1 and "a worker process died after 0 rows" in text(result)

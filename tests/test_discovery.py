@@ -115,6 +115,14 @@ def test_a_package_that_does_not_load_is_reported_with_its_file(monkeypatch, tmp
     assert "built for another torch" in finding.why_not and "built for another torch" in finding.line()
 
 
+def test_a_package_that_ends_the_program_is_reported(monkeypatch, tmp_path):
+    (tmp_path / "deep_gemm.py").write_text("import sys\nsys.exit(0)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "deep_gemm", raising=False)
+    finding = examine("deep_gemm", device=CPU, arch=SM90)
+    assert not finding.works and "SystemExit: 0" in finding.why_not
+
+
 def test_a_missing_dependency_is_not_taken_for_a_missing_package(monkeypatch, tmp_path):
     (tmp_path / "deep_gemm").mkdir()
     (tmp_path / "deep_gemm" / "__init__.py").write_text("import tvm_ffi\n")

@@ -6,6 +6,7 @@ import math
 import re
 from pathlib import Path
 
+import pandas as pd
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -55,6 +56,7 @@ BREAKS = {
     "^sm90: ran on engine deep_gemm, asked for was software": run(engine="deep_gemm"),
     "^sm90: has a baseline on engine software, and did not run": run(engine="deep_gemm"),
     r"1 row\(s\) occur twice, the first of case c0": run({**GOOD[0], "case_id": "c0"}),
+    r"[1-9]\d* row\(s\) occur twice": pd.concat([run(), run(run_id="another")], ignore_index=True),
     "attainable.*: missing in the run": run().query("oracle != 'attainable'"),
 }
 
@@ -108,6 +110,9 @@ BAD_FILES = {
     r"foreign column\(s\): species": _edit("family$|(?<=signed_bias)$", ",species"),
     r"line 2: compared must be a number, got 'many'": _edit(",1000,", ",many,"),
     r"line 2: margin_max must be a number, got 'x'": _edit("0.75", "x"),
+    r"line 2: compared=0, mismatched=0: at least 1": _edit(",1000,", ",0,"),
+    r"line 2: compared=-5, mismatched=0: at least 1": _edit(",1000,", ",-5,"),
+    r"line 2: compared=1000, mismatched=1001: .*no more": _edit(",1000,0,", ",1000,1001,"),
     r"line 2: it has more or fewer cells": _edit(",1000,", ","),
     r"line 2: it has more or fewer cells than": _edit(",1000,", ",1000,1000,"),
     r"repeated row: sm90 software": lambda path: path.write_text(path.read_text() + path.read_text().split("\n")[1]),
@@ -187,7 +192,10 @@ def test_a_change_in_the_sixth_digit_is_told(value):
 
 
 @given(new=st.floats(0), old=st.floats(0))
+@example(new=0.5, old=math.inf)
 def test_a_figure_that_appears_or_vanishes_is_worse(new, old):
+    for name in ("rms_rel_error", "signed_bias"):
+        _compare({**FIGURES, name: new}, {**FIGURES, name: old})  # an infinite one has a decimal text nowhere
     worse, _ = _compare({**FIGURES, "margin_max": new}, {**FIGURES, "margin_max": old})
     if math.isnan(new) != math.isnan(old) or (math.isinf(new) and math.isfinite(old)):
         assert len(worse) == 1

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -55,3 +59,30 @@ def test_row_says_what_ran_and_where_it_comes_from() -> None:
     versions = json.loads(row["versions"])
     assert versions["torch"] == torch.__version__ and "numba" in versions
     assert row["git_revision"] == git_revision()
+
+
+def test_workers_end_when_their_parent_is_killed(tmp_path: Path) -> None:
+    program = tmp_path / "parent.py"
+    program.write_text(
+        "import os, sys, time\n"
+        "from conformance.runner import Run, Target, run_cases\n"
+        "from planted import case\n"
+        "if __name__ == '__main__':\n"
+        "    cases = [case(tokens=1, seed=seed) for seed in range(9)]\n"
+        "    rows = run_cases(cases, Target('software'), Run.now(), workers=2)\n"
+        "    next(rows)\n"
+        "    print('ready', flush=True)\n"
+        "    time.sleep(60)\n"
+    )
+    path = os.pathsep.join([str(Path(__file__).parents[1]), str(Path(__file__).parent)])
+    with subprocess.Popen(
+        [sys.executable, program], stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path}
+    ) as parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == "ready\n"
+        parent.kill()
+        # Its workers hold the other end of the pipe: it ends with the last of them.
+        reader = threading.Thread(target=parent.stdout.read, daemon=True)
+        reader.start()
+        reader.join(30)
+        assert not reader.is_alive()

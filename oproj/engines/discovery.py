@@ -83,7 +83,9 @@ def examine(
         if error.name is not None and f"{name}.".startswith(f"{error.name}."):
             return Finding(name, False, None, None, None, False, "not installed")
         return _finding(name, None, explain(error))
-    except Exception as error:  # a foreign extension may raise anything while it loads; it is reported
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a foreign extension may raise anything while it loads, or exit; it is reported
         return _finding(name, None, explain(error))
     if not callable(getattr(module, "fp8_einsum", None)):
         return _finding(name, module, "has no fp8_einsum: another API (deep-gemm 1.0.0 is one of early 2025)")
@@ -94,7 +96,9 @@ def examine(
         return _finding(name, module, problem)
     try:
         (probe or probe_einsum)(module, arch, device)
-    except Exception as error:  # as above: the reason goes into the finding
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # as above: the reason goes into the finding
         return _finding(name, module, explain(error))
     return _finding(name, module, "")
 

@@ -40,7 +40,10 @@ def thread_pool() -> ThreadPoolExecutor:
 def thread_count() -> int:
     """Cores this process may use; the environment variable OPROJ_THREADS lowers it."""
     available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(available, int(os.environ.get("OPROJ_THREADS", available))))
+    asked = os.environ.get("OPROJ_THREADS") or str(available)
+    if not asked.isdecimal() or int(asked) < 1:
+        raise ValueError(f"OPROJ_THREADS={asked!r} must be a whole number of at least 1")
+    return min(available, int(asked))
 
 
 def run_parallel(tasks: list[Callable[[], None]]) -> None:
