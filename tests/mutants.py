@@ -27,6 +27,9 @@ class Facts:
     align: str = "truncate"  # or "floor", "nearest"
     output: str = "truncate"  # or "nearest"
     accumulator_in_sum: bool = True
+    nan_codes: str = "nan"  # or "number" (0x7F is 480), "zero"
+    infinity: str = "kept"  # or "largest": what overflows stays the largest finite number
+    flush_subnormal_results: bool = False
 
 
 MUTANTS = {
@@ -47,6 +50,13 @@ MUTANTS = {
     "unfused promotion": Facts(fused_promotion=False),
     "promotion every 256": Facts(promotion_k=256),
 }
+# Seen by the sets of special values.
+SPECIAL_MUTANTS = {
+    "NaN codes read as numbers": Facts(nan_codes="number"),
+    "NaN codes read as zeros": Facts(nan_codes="zero"),
+    "Inf dropped": Facts(infinity="largest"),
+    "subnormal results flushed": Facts(flush_subnormal_results=True),
+}
 
 
 def decode(codes: np.ndarray, facts: Facts) -> tuple[np.ndarray, np.ndarray]:
@@ -56,6 +66,8 @@ def decode(codes: np.ndarray, facts: Facts) -> tuple[np.ndarray, np.ndarray]:
     e = np.maximum(field, 1) - 7
     if facts.flush_subnormal_codes:
         m = np.where(field == 0, 0, m)
+    if facts.nan_codes == "zero":
+        m = np.where(codes & 0x7F == 0x7F, 0, m)
     if facts.normalise_subnormal_codes:
         for _ in range(3):
             small = (m > 0) & (m < 8)
@@ -131,7 +143,12 @@ def chain(a: np.ndarray, sa: np.ndarray, b: np.ndarray, sb: np.ndarray, facts: F
                 scale = sa[:, None, k // 128] * sb[None, :, k // 128]
                 partial = acc.astype(np.float32)
                 final = fma(scale, partial, final) if facts.fused_promotion else scale * partial + final
+    if facts.infinity == "largest":
+        final = np.where(np.isinf(final), np.copysign(np.float32(3e38), final), final)
+    if facts.flush_subnormal_results:
+        final = np.where(np.abs(final) < 2.0**-126, np.float32(0), final)
     nan = ((a & 0x7F) == 0x7F).any(1)[:, None] | ((b & 0x7F) == 0x7F).any(1)[None, :]
+    nan &= facts.nan_codes == "nan"
     bits = np.where(nan, np.float32(np.nan), final).view(np.uint32)
     rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
     return np.where(np.isnan(final) | nan, np.uint16(0x7FFF), rounded)

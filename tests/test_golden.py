@@ -58,8 +58,13 @@ def test_the_vectors_hold_the_special_values(kind):
 
 
 def plain(name):
-    """Sets that the NumPy model takes as they are: one group, einsum form, no special scales."""
+    """Sets of ordinary numbers that the NumPy model takes as they are: one group, einsum form."""
     return name.startswith(("block/", "full/"))
+
+
+def special(name):
+    """Sets of special values, in the same form."""
+    return name.startswith("special/")
 
 
 def model_differing(facts, name):
@@ -70,7 +75,7 @@ def model_differing(facts, name):
     return int((~mutants.same_bits(bits, item.d[:, 0])).sum())
 
 
-@pytest.mark.parametrize("name", list(filter(plain, SETS)))
+@pytest.mark.parametrize("name", [name for name in SETS if plain(name) or special(name)])
 def test_the_numpy_model_gives_the_hardware_bits(name):
     assert model_differing(mutants.Facts(), name) == 0
 
@@ -80,6 +85,11 @@ def test_a_wrong_fact_is_seen(name):
     """One fact changed, some recorded bit differs: the golden test would fail with that fact in the engine."""
     telling = ("full/promotion", "full/general") if "promotion" in name else filter(plain, SETS)
     assert any(model_differing(mutants.MUTANTS[name], item) for item in telling)
+
+
+@pytest.mark.parametrize("name", mutants.SPECIAL_MUTANTS)
+def test_a_special_value_dropped_is_seen(name):
+    assert any(model_differing(mutants.SPECIAL_MUTANTS[name], item) for item in filter(special, SETS))
 
 
 @pytest.mark.parametrize("change", [{"frac_bits": 12}, {"frac_bits": 14}, {"out_frac_bits": 23}, {"out_frac_bits": 12}])
