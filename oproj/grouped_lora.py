@@ -25,12 +25,17 @@ class Adapter:
 
 
 class GroupedLora:
-    """The adapters of one rank: its ``local`` groups from ``first`` on, of ``n_groups``; K inputs, R outputs a group."""
+    """The adapters of one rank: ``local`` groups from ``first`` on, of ``n_groups``; K inputs and R outputs a group."""
 
     def __init__(self, k: int, o_lora_rank: int, n_groups: int, first: int, local: int) -> None:
         self.k, self.o_lora_rank, self.n_groups = k, o_lora_rank, n_groups
         self.mine = slice(first, first + local)
         self.adapters: dict[str, Adapter] = {}
+
+    @property
+    def active(self) -> bool:
+        """Whether any adapter has a factor other than 0."""
+        return any(adapter.scale != 0.0 for adapter in self.adapters.values())
 
     def add(self, name: str, a: torch.Tensor, b: torch.Tensor, *, scale: float = 1.0, device: Any = None) -> None:
         """Add a ``[r, K]`` and b ``[n_groups*R, r]`` of all ranks (this rank's rows of b are kept), any r >= 1.

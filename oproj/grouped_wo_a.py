@@ -205,7 +205,7 @@ class DeepseekV4GroupedWoA(torch.nn.Module):
             raise ValueError(
                 f"tma_aligned_scales={tma_aligned_scales}; {self.arch.name} has {self.arch.tma_aligned_scales}"
             )
-        if self.lora.adapters and isinstance(o, QuantizedActivation):
+        if self.lora.active and isinstance(o, QuantizedActivation):
             raise TypeError("o is a QuantizedActivation; adapters read the BF16 attention output")
         sizes: dict[str, Any] = {
             "n_groups": n_groups,
@@ -225,8 +225,8 @@ class DeepseekV4GroupedWoA(torch.nn.Module):
             tma_aligned_scales=tma_aligned_scales,
             engine=self._engine_for(o.data if isinstance(o, QuantizedActivation) else o),
         )
-        z = flat.view(-1, n_groups, o_lora_rank) if flat.numel() else flat.view(0, n_groups, o_lora_rank)
-        if not self.lora.adapters or isinstance(o, QuantizedActivation):
+        z = flat.unflatten(1, (n_groups, o_lora_rank))
+        if not self.lora.active or isinstance(o, QuantizedActivation):
             return z
         x = self.grouped_input(o, positions, cos_sin_cache, **sizes)
         return (z.float() + self.lora_delta(x)).to(torch.bfloat16)
