@@ -128,7 +128,8 @@ def to_arch(
     names: tuple[str, str],
 ) -> ArchWeight:
     """Codes ``[..., N, K]`` and block scales of one rank in the layout of ``arch``."""
-    codes = codes.contiguous()
+    # A copy: a slice of a mapped file may start at any address, and kernels need 16-byte alignment.
+    codes = codes.clone(memory_format=torch.contiguous_format)
     if scale is None:
         return ArchWeight(codes, None, "", WeightReport(names[0], "bf16", "kept"))
     _refuse_nan(codes, names[0])
@@ -171,7 +172,7 @@ def _positive(scale: torch.Tensor, name: str) -> torch.Tensor:
     if bad.any():
         at = [int(i) for i in bad.nonzero()[0]]
         raise CheckpointError(f"{name}{at} = {float(scale[tuple(at)])!r}; expected a positive finite number")
-    return scale
+    return scale.clone(memory_format=torch.contiguous_format)
 
 
 def _refuse_nan(codes: torch.Tensor, name: str) -> None:
