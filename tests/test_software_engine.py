@@ -258,8 +258,17 @@ def test_scales_that_carry_gradients_are_taken():
     plain, graded = (torch.empty((2, 1, 128), dtype=torch.bfloat16) for _ in range(2))
     engine = get_engine("software", "sm90")
     engine.fp8_einsum("bhr,hdr->bhd", (a, sa), (b, sb), plain)
+    graded.requires_grad_()
     engine.fp8_einsum("bhr,hdr->bhd", (a, sa), (b, sb.clone().requires_grad_()), graded)
     assert torch.equal(plain.view(torch.int16), graded.view(torch.int16))
+
+
+@pytest.mark.parametrize("strides", [(256, 64, 1), (64, 256, 1), (128, 128, 1)])
+def test_output_that_overlaps_itself_is_refused(strides):
+    (a, sa), (b, sb), _, _ = operands(np.random.default_rng(11), SM90, 2, 2, 128, 256)
+    d = torch.empty(1024, dtype=torch.bfloat16).as_strided((2, 2, 128), strides)
+    with pytest.raises(ValueError, match=r"d has strides .* its elements overlap"):
+        get_engine("software", "sm90").fp8_einsum("bhr,hdr->bhd", (a, sa), (b, sb), d)
 
 
 def test_parallel_work_ends_before_its_error_is_raised():

@@ -174,6 +174,11 @@ def _check_tma(label: str, tensor: torch.Tensor) -> None:
             f"{label} has strides {strides}; the outer ones must be positive multiples of "
             f"{TMA_BYTES // size} elements ({TMA_BYTES} bytes)"
         )
+    reach = 0  # of one step along the axes seen so far, innermost first
+    for stride, length in sorted((stride, n) for stride, n in zip(strides, tensor.shape, strict=True) if n > 1):
+        if label == "d" and stride <= reach:
+            raise ValueError(f"{label} has strides {strides} for shape {tuple(tensor.shape)}; its elements overlap")
+        reach += stride * (length - 1)
     if tensor.data_ptr() % TMA_BYTES:
         raise ValueError(f"{label} starts at address {tensor.data_ptr():#x}; it must be aligned to {TMA_BYTES} bytes")
 

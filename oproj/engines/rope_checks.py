@@ -41,8 +41,12 @@ def check_inv_rope(
         ("n_groups", n_groups),
         ("heads_per_group", heads_per_group),
         ("rope_dim", rope_dim),
+        ("nope_dim", nope_dim),
+        ("quant_group_size", quant_group_size),
     ):
-        if number < 1:
+        if not isinstance(number, int) or isinstance(number, bool):
+            raise TypeError(f"{name}={number!r} is {type(number).__name__}; expected int")
+        if number < 1 and name in ("n_groups", "heads_per_group", "rope_dim"):
             raise ValueError(f"{name}={number} must be at least 1")
     if nope_dim < 0 or nope_dim % 2 or rope_dim % 2:
         raise ValueError(f"nope_dim={nope_dim} and rope_dim={rope_dim} must be even (and nope_dim >= 0)")

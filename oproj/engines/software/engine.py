@@ -124,6 +124,7 @@ class SoftwareEngine:
         """``d[g] = a[g] . b[g].T`` for ``[G, T, K]`` and ``[G, N, K]`` codes with any scales that the checks admit."""
         if d.numel() == 0:
             return
+        d = d.detach()  # the kernel writes memory, whatever autograd thinks of it
         codes = [operand[0].detach().view(torch.uint8) for operand in (a, b)]
         scales = [self._per_row(operand[1], rows, gran) for operand, rows, gran in zip((a, b), d.shape[1:], recipe)]
         if d.device.type == "cpu":
