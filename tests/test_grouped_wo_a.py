@@ -256,6 +256,15 @@ def test_adapters_come_scale_and_go() -> None:
             change("one")
 
 
+def test_an_adapter_that_is_off_leaves_a_negative_zero() -> None:
+    wo_a = DeepseekV4GroupedWoA(K, 16, n_groups=2, arch="sm90", dtype=torch.bfloat16)
+    wo_a.load_weights({"weight": torch.full((16, K), -(2.0**-126)).bfloat16()})
+    args = call("sm90", 1, 2) | {"o_lora_rank": 8}
+    args["o"].fill_(2.0**-20)[..., 448:] = 0  # the sum, -896 * 2^-146, rounds to -0
+    wo_a.add_adapter("one", torch.ones(1, K), torch.ones(16, 1), scale=0.0)
+    assert (wo_a.grouped_forward(**args).view(torch.int16) == -(2**15)).all()
+
+
 @pytest.mark.parametrize(
     "a, b, scale, error, message",
     [
