@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,15 @@ def test_what_the_kernel_would_read_out_of_bounds_never_reaches_it(monkeypatch: 
         call = {"o": inputs.o, "positions": inputs.positions, "cos_sin_cache": inputs.cos_sin_cache} | changes
         with pytest.raises(ValueError, match=message):
             mine.quantize(**call, config=case.config)
+
+
+def test_a_head_dim_that_is_no_power_of_two_never_reaches_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed(monkeypatch, lambda *_: pytest.fail("the kernel was called"))
+    case = Case("sm90", "v4-flash", 3, **SMALL)
+    inputs, mine = build(case), adapters.VllmImplementation("sm90")
+    config = replace(case.config, nope_dim=320)
+    with pytest.raises(ValueError, match="head_dim=384; vLLM's kernel needs a power of two"):
+        mine.quantize(inputs.o[..., :384], inputs.positions, inputs.cos_sin_cache, config=config)
 
 
 def test_it_is_published_under_the_name_vllm() -> None:

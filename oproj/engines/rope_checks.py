@@ -1,14 +1,21 @@
 """What the inverse-RoPE quantiser may be called with.
 
 The serving kernel asserts six of these (vLLM 0.33.0 ``fused_inv_rope_fp8_quant.py``); the others it assumes, and reads
-out of bounds or mixes lanes when they do not hold.
+out of bounds or mixes lanes when they do not hold. Its lanes also need a head_dim that is a power of two; nothing here
+does, so only the adapter of that kernel refuses another one (``conformance.adapters``).
+
+Looking at positions on a GPU waits for the device, so their range is checked there only where ``OPROJ_CHECK_POSITIONS``
+is 1, and never while a graph is captured.
 """
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 BLOCKS = (32, 64, 128)
+CHECK_POSITIONS = "OPROJ_CHECK_POSITIONS"
 
 
 def check_inv_rope(
@@ -83,7 +90,15 @@ def _check_table(positions: torch.Tensor, cos_sin_cache: torch.Tensor, tokens: i
         raise ValueError(f"cos_sin_cache has rows of {cos_sin_cache.shape[1]}; expected rope_dim={rope_dim}")
     if cos_sin_cache.numel() and cos_sin_cache.stride(1) != 1:
         raise ValueError(f"cos_sin_cache has strides {cos_sin_cache.stride()}; the last one must be 1")
-    if positions.device.type == "cpu" and tokens:  # on a GPU this look would stall the stream
+    if tokens and _may_look(positions):
         low, high = int(positions.min()), int(positions.max())
         if low < 0 or high >= cos_sin_cache.shape[0]:
             raise ValueError(f"positions lie in {low}..{high}; cos_sin_cache has rows 0..{cos_sin_cache.shape[0] - 1}")
+
+
+def _may_look(positions: torch.Tensor) -> bool:
+    if positions.device.type == "cpu":
+        return True
+    if positions.device.type != "cuda" or os.environ.get(CHECK_POSITIONS) != "1":
+        return False
+    return not torch.cuda.is_current_stream_capturing()
