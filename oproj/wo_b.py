@@ -138,6 +138,7 @@ class BlockLinear:
         if block == (32, 32) and not row.mxfp8_wo_a:
             spread = scale.repeat_interleave(32, 0)[: codes.shape[0]].repeat_interleave(32, 1)[:, : codes.shape[1]]
             return cls((codes.float() * spread).bfloat16())
+        scale = scale.clone(memory_format=torch.contiguous_format)  # a slice of one scale row keeps the whole's stride
         laid_out = layout_weight_scales(scale, arch=row, rows=codes.shape[0], block=block)
         return cls(codes, laid_out, engine=engine or get_engine("auto", row), group_size=block[1])
 
