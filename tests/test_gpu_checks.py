@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -77,6 +78,30 @@ def test_compile_and_no_tokens_are_checked() -> None:
 def test_a_capture_that_cannot_work_fails_by_name_rather_than_hiding() -> None:
     (found,) = gpu_checks.replay(bench_of("sm90"))
     assert found.result == "fail" and "quantiser is 'software'" in found.detail
+
+
+@pytest.mark.parametrize("arch", ["sm90", "sm100"])
+@pytest.mark.parametrize("stale", [False, True])
+def test_a_replay_must_read_the_new_inputs(monkeypatch: pytest.MonkeyPatch, arch: str, stale: bool) -> None:
+    """A graph stood for by a function; a stale one gives the result of its capture again."""
+
+    def captured(call: Callable[[], torch.Tensor]) -> Any:
+        result = call()
+        return SimpleNamespace(replay=lambda: None if stale else result.copy_(call())), result
+
+    monkeypatch.setattr(gpu_checks, "captured", captured)
+    monkeypatch.setattr(gpu_checks, "no_sync", nullcontext)
+    bench = bench_of(arch)
+    bench.hardware.quantizer = "kernel"
+    twice, once = 2 * 64 * 1024, 64 * 128
+    for check, outputs in (
+        (gpu_checks.replay, twice),
+        (gpu_checks.replay_quantised, twice),
+        (gpu_checks.replay_wo_b, once),
+    ):
+        (found,) = check(bench)
+        assert found.compared == outputs
+        assert found.result == ("fail" if stale else "pass")
 
 
 def test_a_check_that_raises_fails_and_the_others_still_run() -> None:
