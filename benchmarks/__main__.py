@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 from rich.console import Console
 from rich.progress import track
 
-from benchmarks import gpu, software
+from benchmarks import gpu, kernel, software
 from reports.tables import to_markdown
 
 
@@ -19,11 +21,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("out/bench"), help="folder of figures.csv and figures.md")
     parser.add_argument("--quick", action="store_true", help="small sizes: shows that it runs, not how fast")
+    parser.add_argument("--only", default="", help="comma list of: software, gpu, kernel")
     arguments = parser.parse_args()
     rows = []
-    figures = software.figures(quick=arguments.quick) + gpu.figures(quick=arguments.quick)
+    parts = {"software": software, "gpu": gpu, "kernel": kernel}
+    chosen = [parts[name] for name in arguments.only.split(",")] if arguments.only else list(parts.values())
+    figures: list[Callable[[], Any]] = [figure for part in chosen for figure in part.figures(quick=arguments.quick)]
     for figure in track(figures, description="benchmarks", console=Console(stderr=True)):
-        rows.append(figure())
+        taken = figure()
+        rows += taken if isinstance(taken, list) else [taken]
     frame = pd.DataFrame(rows, columns=["figure", "value", "unit", "target", "runs", "note"])
     arguments.out.mkdir(parents=True, exist_ok=True)
     frame.to_csv(arguments.out / "figures.csv", index=False)

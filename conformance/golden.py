@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +20,7 @@ import torch
 from oproj.activation import empty_scales, empty_values, float_to_ue8m0, pack_ue8m0, scale_columns
 from oproj.arch import Arch, get_arch
 from oproj.engines import Engine
+from reports.files import write_atomically
 
 SCHEMA = 1
 EINSUM, GEMM = "fp8_einsum", "fp8_gemm_nt"
@@ -61,15 +61,19 @@ def save(path: Path, sets: Iterable[GoldenSet], metadata: dict[str, Any]) -> Non
             arrays[key] = array
             entry[part] = key
         entries.append(entry)
-    text = json.dumps({"schema": SCHEMA, **metadata, "sets": entries}, indent=1, sort_keys=True)
-    arrays["metadata"] = np.frombuffer(text.encode("utf-8"), dtype=np.uint8)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        with temporary.open("wb") as file:
-            np.savez_compressed(file, **arrays)  # type: ignore[arg-type]
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_npz(path, arrays, {"schema": SCHEMA, **metadata, "sets": entries})
+
+
+def write_npz(path: Path, arrays: dict[str, np.ndarray], metadata: dict[str, Any]) -> None:
+    """Write arrays and ``metadata`` (JSON as uint8 under that key) as one npz, atomically."""
+    text = json.dumps(metadata, indent=1, sort_keys=True)
+    arrays = {**arrays, "metadata": np.frombuffer(text.encode("utf-8"), dtype=np.uint8)}
+
+    def save_arrays(temporary: Path) -> None:
+        with temporary.open("wb") as file:  # a file, since a name without .npz would get it appended
+            np.savez_compressed(file, allow_pickle=False, **arrays)
+
+    write_atomically(path, save_arrays)
 
 
 def load(path: Path | str) -> tuple[dict[str, Any], tuple[GoldenSet, ...]]:

@@ -25,6 +25,7 @@ from oproj.activation import tma_aligned_size
 MODULE = "vllm.models.deepseek_v4.common.ops.fused_inv_rope_fp8_quant"
 FILE = Path(*MODULE.split(".")).with_suffix(".py")
 FP8_MAX = 448.0
+DEPENDENT_LAUNCH = True  # programmatic dependent launch, as vLLM asks for from compute capability 9 on
 Quantizer = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -116,7 +117,7 @@ class _Platform:
     @staticmethod
     def is_arch_support_pdl() -> bool:
         """Programmatic dependent launch exists from compute capability 9 on."""
-        return torch.cuda.get_device_capability()[0] >= 9
+        return DEPENDENT_LAUNCH and torch.cuda.get_device_capability()[0] >= 9
 
 
 @contextmanager

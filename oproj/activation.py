@@ -73,12 +73,18 @@ def empty_values(tokens: int, groups: int, k: int, dtype: torch.dtype, device: A
     return torch.empty((groups, tokens, k), dtype=dtype, device=device).transpose(0, 1)
 
 
-def empty_scales(tokens: int, groups: int, columns: int, packed: bool, device: Any = None) -> torch.Tensor:
-    """Scales ``[T, G, columns]`` with strides ``(1, columns*Ta, Ta)``; rows ``T..Ta-1`` behind the view are zero."""
+def empty_scales(
+    tokens: int, groups: int, columns: int, packed: bool, device: Any = None, *, zero_padding: bool = True
+) -> torch.Tensor:
+    """Scales ``[T, G, columns]`` with strides ``(1, columns*Ta, Ta)``; rows ``T..Ta-1`` behind the view are zero.
+
+    ``zero_padding=False`` leaves them to a kernel that writes them itself.
+    """
     dtype = torch.int32 if packed else torch.float32
     aligned = tma_aligned_size(tokens, 4)
     buffer = torch.empty((groups, columns, aligned), dtype=dtype, device=device)
-    buffer[:, :, tokens:].zero_()
+    if zero_padding:
+        buffer[:, :, tokens:].zero_()
     # as_strided keeps the K-block stride at Ta for T = 1 and G = 1 too, which DeepGEMM checks exactly.
     return buffer.as_strided((tokens, groups, columns), (1, columns * aligned, aligned))
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from oproj import kernels
 from oproj.activation import empty_scales, empty_values
 from oproj.arch import Arch, get_arch
 from oproj.engines import EngineUnavailable, Operand, Recipe
@@ -19,12 +20,11 @@ from oproj.engines.discovery import current_gpu, discover, first_working
 class DeepGemmEngine:
     """``fp8_einsum`` and ``fp8_gemm_nt`` of a DeepGEMM that was proven to work on the current GPU.
 
-    ``quantizer`` says who quantises in ``inv_rope_fp8_quant``: ``"software"``, the bit-exact model on the
-    CPU, as long as no GPU kernel of the quantiser exists here.
+    ``quantizer`` says who quantises in ``inv_rope_fp8_quant``: ``"kernel"``, the fused GPU kernel, or where that
+    cannot run ``"software"``, the bit-exact model on the CPU.
     """
 
     name = "deep_gemm"
-    quantizer = "software"
 
     def __init__(
         self, arch: Arch | str, *, module: ModuleType | None = None, device: torch.device | str = "cuda"
@@ -44,6 +44,8 @@ class DeepGemmEngine:
             self.device = torch.device(device)
             self.version = getattr(module, "__version__", None)
         self.module = module
+        kernel_runs = self.device.type == "cuda" and kernels.unavailable_reason() is None
+        self.quantizer = "kernel" if kernel_runs else "software"
 
     def _proven_module(self) -> ModuleType:
         finding = first_working()
@@ -105,11 +107,27 @@ class DeepGemmEngine:
         quant_group_size: int,
         tma_aligned_scales: bool,
         quantize: bool,
+        out: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Values and scales on this engine's device, computed by the software model on the CPU.
+        """Values and scales on this engine's device: by the fused kernel (``oproj.kernels``), or, where that cannot
+        run, by the software model on the CPU (``quantizer`` says which).
 
-        Shapes, strides and errors are those of the software engine; scale rows behind the view are zero.
+        Bits, shapes, strides and errors are those of the software engine; scale rows behind the view are zero.
         """
+        if self.quantizer == "kernel" and (nope_dim, rope_dim) == (448, 64):
+            return kernels.fused_inv_rope_fp8_quant(
+                o,
+                positions,
+                cos_sin_cache,
+                n_groups,
+                heads_per_group,
+                nope_dim,
+                rope_dim,
+                quant_group_size,
+                tma_aligned_scales,
+                quantize,
+                out=out,
+            )
         from oproj.engines.software import SoftwareEngine
 
         values, scales = SoftwareEngine(self.arch).inv_rope_fp8_quant(
