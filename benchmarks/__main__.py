@@ -12,7 +12,7 @@ import pandas as pd
 from rich.console import Console
 from rich.progress import track
 
-from benchmarks import gpu, kernel, software
+from benchmarks import chain, gpu, kernel, plot, software
 from reports.tables import to_markdown
 
 
@@ -21,10 +21,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("out/bench"), help="folder of figures.csv and figures.md")
     parser.add_argument("--quick", action="store_true", help="small sizes: shows that it runs, not how fast")
-    parser.add_argument("--only", default="", help="comma list of: software, gpu, kernel")
+    parser.add_argument("--only", default="", help="comma list of: software, gpu, kernel, chain")
     arguments = parser.parse_args()
     rows = []
-    parts = {"software": software, "gpu": gpu, "kernel": kernel}
+    parts = {"software": software, "gpu": gpu, "kernel": kernel, "chain": chain}
     chosen = [parts[name] for name in arguments.only.split(",")] if arguments.only else list(parts.values())
     figures: list[Callable[[], Any]] = [figure for part in chosen for figure in part.figures(quick=arguments.quick)]
     for figure in track(figures, description="benchmarks", console=Console(stderr=True)):
@@ -33,6 +33,7 @@ def main() -> int:
     frame = pd.DataFrame(rows, columns=["figure", "value", "unit", "target", "runs", "note"])
     arguments.out.mkdir(parents=True, exist_ok=True)
     frame.to_csv(arguments.out / "figures.csv", index=False)
+    plot.roofline(frame, arguments.out / "roofline.svg")
     text = to_markdown(frame)
     (arguments.out / "figures.md").write_text(text + "\n", encoding="utf-8")
     print(text)

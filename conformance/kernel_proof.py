@@ -1,4 +1,4 @@
-"""The fused kernel against the software quantiser on a GPU: every mode, every input family, more than 10^9 codes.
+"""The GPU kernels against the software quantisers: every mode, every input family, more than 10^9 codes.
 
 ``python -m conformance.kernel_proof --out DIR [--quick]`` writes ``kernel.json``. Under ``compute-sanitizer`` take
 ``--quick``: every mode once, on a few tokens.
@@ -21,6 +21,7 @@ from conformance.bulk import Draw, Tally
 from conformance.record import write_json
 from oproj import kernels
 from oproj.engines.software import SoftwareEngine
+from oproj.engines.software.quantizers import quantize_groups
 from oproj.environment import driver_version
 from oproj.rope import cos_sin_cache
 
@@ -74,13 +75,29 @@ def run(draw: Draw, quick: bool) -> tuple[Tally, Tally]:
     return serving, own
 
 
+def run_rows(draw: Draw, quick: bool) -> Tally:
+    """The quantiser of z against the software rows, z a slice of a wider buffer."""
+    tally = Tally("quantiser of z")
+    shapes = ((1, 512), (5, 1024)) if quick else ((1, 1024), (5, 2048), (1003, 16384), (4096, 8192))
+    for (rows, k), family in itertools.product(shapes, ("normal", "wide", "bits", "special")):
+        bulk.QUANTIZER_TOKENS = rows
+        z = bulk.quantizer_inputs(draw, family, k // 512 + 1).flatten(1)[:, :k]
+        for group_size, packed in ((128, False), (128, True), (32, True)):
+            expected = quantize_groups(z.cpu(), group_size=group_size, packed=packed)
+            got = kernels.quantize_rows(z, group_size=group_size, packed=packed)
+            for mine, other in zip(got, expected, strict=True):
+                tally.add(f"{family} {rows}x{k} {group_size} {packed}", mine.contiguous().cpu(), other.contiguous())
+    return tally
+
+
 def main(out: Path, quick: bool) -> int:
     """Prove on the current GPU; exit codes of ``oproj``."""
     reason = kernels.unavailable_reason()
     if reason:
         print(f"nothing proven: the fused kernel cannot run: {reason}", file=sys.stderr)
         return 3
-    tallies = run(Draw(torch.device("cuda")), quick)
+    draw = Draw(torch.device("cuda"))
+    tallies = (*run(draw, quick), run_rows(draw, quick))
     facts = {
         "device": torch.cuda.get_device_name(), "driver": driver_version(), "cuda": torch.version.cuda,
         "torch": torch.__version__, "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),

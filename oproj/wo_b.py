@@ -21,6 +21,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from oproj import kernels
 from oproj.activation import QuantizedActivation
 from oproj.arch import Arch, get_arch
 from oproj.engines import Engine, get_engine
@@ -37,8 +38,13 @@ def quantize_z(z: torch.Tensor, arch: Arch | str, *, group_size: int = 128) -> Q
     """Quantise BF16 z ``[M, K]`` (unit last stride) per 1 x ``group_size`` as ``arch`` is served.
 
     data e4m3 ``[M, K]``; scale FP32 ``[M, K/group_size]`` or packed int32 ``[M, K/(4*group_size)]``, MN-major. A CUDA
-    tensor is quantised on the host and copied back. Raises ``TypeError``/``ValueError`` that names the argument.
+    tensor is quantised by ``oproj.kernels``, or where that cannot run on the host. Raises ``TypeError``/``ValueError``
+    that names the argument.
     """
+    if z.device.type == "cuda" and kernels.unavailable_reason() is None:
+        packed = get_arch(arch).tma_aligned_scales
+        data, scale = kernels.quantize_rows(z, group_size=group_size, packed=packed)
+        return QuantizedActivation(data, scale, z.dtype, z.shape)
     data, scale = quantize_groups(z.cpu(), group_size=group_size, packed=get_arch(arch).tma_aligned_scales)
     if z.device.type != "cpu":
         on_device = torch.empty_strided(scale.shape, scale.stride(), dtype=scale.dtype, device=z.device)

@@ -9,6 +9,7 @@ import torch
 
 from oproj import kernels
 from oproj.kernels import compile as compiler
+from oproj.kernels import row_quantizer
 from oproj.kernels.inv_rope_quant import launch_shape
 
 TARGETS = ("sm_90a", "sm_100a", "sm_120a")
@@ -24,6 +25,13 @@ def test_every_mode_compiles_for_every_target(target, block):
         macros = compiler.defines(config, 4, 1, True, tokens == 1)
         code = compiler.program(macros, target).compile("cubin").code
         assert len(code) > 1000 and compiler.NAME.encode() in code
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("config", ["128, false", "128, true", "32, true"])
+def test_the_row_quantiser_compiles_for_every_target(target, config):
+    code = compiler.program({"ROWS_CONFIG": config, "WARPS": "4"}, target).compile("cubin").code
+    assert len(code) > 1000 and row_quantizer.NAME.encode() in code
 
 
 def test_a_broken_source_does_not_compile(monkeypatch):

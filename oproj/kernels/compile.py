@@ -40,15 +40,15 @@ def program(macros: dict[str, str], arch: str) -> Any:
 
 
 @cache
-def kernel(device_index: int, macros: tuple[tuple[str, str], ...]) -> Any:
-    """The loaded kernel for a device, compiled once a process and found in the disk cache by later ones."""
+def kernel(device_index: int, macros: tuple[tuple[str, str], ...], name: str = NAME) -> Any:
+    """The loaded kernel ``name`` for a device, compiled once a process and found in the disk cache by later ones."""
     from cuda.core import Device
     from cuda.core.utils import FileStreamProgramCache
 
     device = Device(device_index)
     device.set_current()
     with FileStreamProgramCache() as disk:
-        return program(dict(macros), f"sm_{device.arch}").compile("cubin", cache=disk).get_kernel(NAME)
+        return program(dict(macros), f"sm_{device.arch}").compile("cubin", cache=disk).get_kernel(name)
 
 
 class TorchStream:

@@ -109,19 +109,21 @@ __device__ __forceinline__ u32 maximum(float m) {   // over LANES neighbouring l
     return bits;
 }
 
-// two e4m3 codes, round to nearest even, saturating; NaN: 0x7F, or 0x7E as the serving engine has it
-template <bool LAUNDER>
+// two e4m3 codes, round to nearest even, saturating. ON_NAN: 0 gives 0x7F; the serving engine's fused kernel gives
+// 0x7E (1), its quantiser of z 0xFE (2)
+template <int ON_NAN>
 __device__ __forceinline__ u32 encode2(float low, float high, float inverse) {
     float x = low * inverse, y = high * inverse;
-    if (LAUNDER) x = fminf(x, 448.0f), y = fminf(y, 448.0f);
+    if (ON_NAN == 1) x = fminf(x, 448.0f), y = fminf(y, 448.0f);
+    if (ON_NAN == 2) x = fmaxf(x, -448.0f), y = fmaxf(y, -448.0f);
     u16 pair;
     asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(y), "f"(x));
     return pair;
 }
 
-template <bool LAUNDER>
+template <int ON_NAN>
 __device__ __forceinline__ u32 encode4(const float *v, float inverse) {
-    return encode2<LAUNDER>(v[0], v[1], inverse) | encode2<LAUNDER>(v[2], v[3], inverse) << 16;
+    return encode2<ON_NAN>(v[0], v[1], inverse) | encode2<ON_NAN>(v[2], v[3], inverse) << 16;
 }
 
 template <bool FUSED>
@@ -275,5 +277,50 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) inv_rope_qu
     u32 heads_per_group, u32 scale_stride, i64 o_token, i64 o_head, i64 table_row) {
     quantize_heads<CONFIG>(o, positions, table, out, scales, tokens, heads, heads_per_group, scale_stride, o_token,
                            o_head, table_row);
+}
+#endif
+
+// Rows of BF16 [rows, k] per 1 x GROUP, as the serving engine quantises z for wo_b: exact ceiling, a floor of 1e-10 on
+// the maximum and on the scale (byte 94). A warp takes 512 columns of a row; scales are MN-major, padding rows zero.
+template <int GROUP, bool PACKED>
+__device__ __forceinline__ void quantize_row(
+    const u16 *x, u8 *out, u32 *scales, u32 rows, u32 k, u32 scale_stride, i64 x_row) {
+    constexpr u32 MIN_FIELD = 94;
+    constexpr int LANES = GROUP / 4, BLOCKS = 128 / GROUP;   // blocks of 128 columns
+    const int lane = threadIdx.x % 32;
+    const u32 warp = blockIdx.x * WARPS + threadIdx.x / 32;
+    const u32 chunks = (k + 511) / 512, row = warp / chunks, chunk = warp % chunks;
+    if (row >= scale_stride) return;
+    begin_dependents();
+    wait_for_producer();
+    u32 word = 0;
+#pragma unroll
+    for (int part = 0; part < 4; ++part) {
+        const u32 column = chunk * 512 + part * 128;
+        if (column >= k) break;
+        u32 field = 0;
+        if (row < rows) {
+            uint2 raw = stream_8(x + (i64)row * x_row + column + lane * 4);
+            float v[4];
+            unpack(raw.x, v[0], v[1]), unpack(raw.y, v[2], v[3]);
+            field = max(scale_field<false>(maximum<LANES>(largest4(v))), MIN_FIELD);
+            put((u32 *)(out + (i64)row * k + column + lane * 4), encode4<2>(v, inverse_of(field)));
+        }
+        if constexpr (!PACKED) {
+            if (lane % LANES == 0) scales[(i64)(column / GROUP + lane / LANES) * scale_stride + row] = field << 23;
+        } else if constexpr (GROUP == 128) {
+            word |= field << (part * 8);
+        } else {                                             // 32: the four blocks of this part fill a word
+            u32 joined = __reduce_or_sync(FULL, lane % LANES == 0 ? field << (lane / LANES * 8) : 0);
+            if (lane == 0) scales[(i64)(column / 128) * scale_stride + row] = joined;
+        }
+    }
+    if (PACKED && GROUP == 128 && lane == 0) scales[(i64)chunk * scale_stride + row] = word;
+}
+
+#ifdef ROWS_CONFIG
+extern "C" __global__ void __launch_bounds__(WARPS * 32) quantize_rows(
+    const u16 *x, u8 *out, u32 *scales, u32 rows, u32 k, u32 scale_stride, i64 x_row) {
+    quantize_row<ROWS_CONFIG>(x, out, scales, rows, k, scale_stride, x_row);
 }
 #endif
