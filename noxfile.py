@@ -184,5 +184,5 @@ def bench(session: nox.Session) -> None:
     if not Path("benchmarks/__main__.py").is_file():
         session.error("benchmarks/__main__.py is missing: this checkout has no benchmarks to run")
     on_a_gpu = bool(gpu_sessions())
-    install(session, "-e", ".[gpu]" if on_a_gpu else ".", pinned=not on_a_gpu)
+    install(session, "-e", ".[gpu,bench]" if on_a_gpu else ".[bench]", pinned=not on_a_gpu)
     session.run("python", "-m", "benchmarks", *session.posargs)

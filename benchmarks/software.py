@@ -64,7 +64,7 @@ def against_mmasim(arch: str) -> Row:
     try:
         import mmasim.nv_ptx as mmasim
     except ImportError:
-        return row(name, math.nan, "x", ">= 300", 0, "mmasim is not installed (extra dev)")
+        return row(name, math.nan, "x", ">= 300", 0, "mmasim is not installed (extra bench)")
     tokens, columns, k = 64, 64, 256
     a, sa, b, sb = _operands(arch, tokens, columns, k)
     fp8 = [torch.from_numpy(codes).view(torch.float8_e4m3fn) for codes in (a, b)]
