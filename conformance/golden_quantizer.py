@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from conformance import vllm_kernel
+from conformance.bulk import OUTLIER_BITS
 from conformance.golden import write_npz
 from conformance.golden_inputs import generator
 from oproj import kernels
@@ -30,7 +31,6 @@ MODES = {
     "fp32-128": (128, False, True), "packed-128": (128, True, True), "packed-64": (64, True, True),
     "packed-32": (32, True, True), "bf16": (128, False, False),
 }  # fmt: skip
-SPECIAL = (0x7FC0, 0xFFC0, 0x7F80, 0xFF80, 0x8000, 0x0000, 0x0001, 0x7F7F)
 
 
 def inputs() -> dict[str, np.ndarray]:
@@ -40,7 +40,7 @@ def inputs() -> dict[str, np.ndarray]:
     spread = np.exp2(rng.integers(-40, 40, (*SHAPE[:2], 16))).repeat(32, axis=-1)
     values = torch.from_numpy((rng.normal(0, 1, SHAPE) * spread).astype(np.float32)).bfloat16()
     bits = values.view(torch.int16).numpy().view(np.uint16).copy()
-    special = rng.choice(np.array(SPECIAL, np.uint16), SHAPE)
+    special = rng.choice(np.array(OUTLIER_BITS, np.uint16), SHAPE)
     bits[4:] = np.where(rng.random((2, *SHAPE[1:])) < 0.01, special[4:], bits[4:])
     bits[0, 3] = 0  # a head of zeros
     places = np.array([0, 1, 255, 4096, 65_537, 1_048_575])

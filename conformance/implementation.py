@@ -24,7 +24,7 @@ from oproj.arch import Arch, get_arch
 from oproj.engines import Engine, EngineUnavailable
 from oproj.engines.software import SoftwareEngine
 from oproj.o_proj import bf16_groups, deep_gemm_fp8_o_proj
-from oproj.wo_b import fp8_wo_b
+from oproj.wo_b import fp8_wo_b, reduce_partials
 
 ENTRY_POINTS = "oproj.implementations"
 METHODS = ("quantize", "wo_a", "wo_b", "reduce", "o_proj")
@@ -117,10 +117,7 @@ class EngineImplementation:
 
     def reduce(self, partials: Sequence[torch.Tensor], *, config: CaseConfig) -> torch.Tensor:
         """BF16 partials summed in FP32 in the order of the ranks, rounded once."""
-        total = partials[0].float()
-        for partial in partials[1:]:
-            total = total + partial.float()
-        return total.bfloat16()
+        return reduce_partials(list(partials), "fp32")
 
     def o_proj(
         self,

@@ -13,19 +13,10 @@ from typing import Any
 import torch
 
 from oproj.arch import MMA, Arch
+from oproj.kernels.compile import TorchStream
 
 TILE = 64
 THREADS = 256
-
-
-class _TorchStream:
-    """PyTorch's current stream as ``cuda.core`` takes foreign streams."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.handle = torch.cuda.current_stream(device).cuda_stream
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return (0, self.handle)
 
 
 @cache
@@ -62,7 +53,7 @@ def matmul(
     device.set_current()
     grid = (-(-columns // TILE), -(-tokens // TILE), groups)
     launch(
-        device.create_stream(_TorchStream(a.device)),
+        device.create_stream(TorchStream(a.device)),
         LaunchConfig(grid=grid, block=(THREADS,)),
         _kernel(arch.mma, arch.promotion_k is not None, device.device_id),
         *[tensor.data_ptr() for tensor in operands],
