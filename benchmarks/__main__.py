@@ -17,7 +17,7 @@ from reports.tables import to_markdown
 
 
 def main() -> int:
-    """Run every figure; exit code 0, or 1 when none could be taken."""
+    """Run every figure; exit code 0, 1 when none could be taken, 2 for usage, 3 without the GPU they need."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("out/bench"), help="folder of figures.csv and figures.md")
     parser.add_argument("--quick", action="store_true", help="small sizes: shows that it runs, not how fast")
@@ -25,13 +25,22 @@ def main() -> int:
     arguments = parser.parse_args()
     rows = []
     parts = {"software": software, "gpu": gpu, "kernel": kernel, "chain": chain}
+    unknown = [name for name in arguments.only.split(",") if arguments.only and name not in parts]
+    if unknown:
+        parser.error(f"--only: {', '.join(map(repr, unknown))} unknown; known: {', '.join(parts)}")
+    try:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--out {arguments.out} is no folder to write to: {error}")
     chosen = [parts[name] for name in arguments.only.split(",")] if arguments.only else list(parts.values())
     figures: list[Callable[[], Any]] = [figure for part in chosen for figure in part.figures(quick=arguments.quick)]
+    if not figures:
+        print("nothing measured: the chosen figures need a GPU", file=sys.stderr)
+        return 3
     for figure in track(figures, description="benchmarks", console=Console(stderr=True)):
         taken = figure()
         rows += taken if isinstance(taken, list) else [taken]
     frame = pd.DataFrame(rows, columns=["figure", "value", "unit", "target", "runs", "note"])
-    arguments.out.mkdir(parents=True, exist_ok=True)
     frame.to_csv(arguments.out / "figures.csv", index=False)
     plot.roofline(frame, arguments.out / "roofline.svg")
     text = to_markdown(frame)

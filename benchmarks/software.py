@@ -60,20 +60,20 @@ def products(arch: str, tokens: int, target: float | None) -> Row:
 
 def against_mmasim(arch: str) -> Row:
     """The same fused sums on the software engine and on PyPI's mmasim in turn (one instruction wide)."""
-    name = f"software engine against mmasim, {arch}, 64 x 64, K 256"
+    name = f"software engine against mmasim, {arch}, 64 x 256, K 4096"
     try:
         import mmasim.nv_ptx as mmasim
     except ImportError:
         return row(name, math.nan, "x", ">= 300", 0, "mmasim is not installed (extra bench)")
-    tokens, columns, k = 64, 64, 256
+    tokens, columns, k = 64, 256, 4096
     a, sa, b, sb = _operands(arch, tokens, columns, k)
     fp8 = [torch.from_numpy(codes).view(torch.float8_e4m3fn) for codes in (a, b)]
     c = torch.zeros(tokens, columns)
     engine, out = SoftwareEngine(arch), np.zeros((tokens, columns), np.float32)
     if arch == "sm90":
-        instruction: Any = mmasim.WGMMA("Hopper", "m64n64k32.f32.e4m3.e4m3")
+        instruction: Any = mmasim.WGMMA("Hopper", "m64n256k32.f32.e4m3.e4m3")
     else:
-        instruction = mmasim.TCGen05MMA("Blackwell", "m64n64k32.kind::f8f6f4.f32.e4m3.e4m3")
+        instruction = mmasim.TCGen05MMA("Blackwell", "m64n256k32.kind::f8f6f4.f32.e4m3.e4m3")
 
     def rival() -> None:
         for i in range(0, k, 32):
