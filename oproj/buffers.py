@@ -46,7 +46,13 @@ class OProjBuffers:
         quantize: False for a BF16 ``wo_a``. Raises ``ValueError`` for a size below 1.
         """
         k = heads_per_group * (nope_dim + rope_dim)
-        for name, number in (("max_tokens", max_tokens), ("n_groups", n_groups), ("o_lora_rank", o_lora_rank)):
+        for name, number in (
+            ("max_tokens", max_tokens),
+            ("n_groups", n_groups),
+            ("heads_per_group * (nope_dim + rope_dim)", k),
+            ("o_lora_rank", o_lora_rank),
+            ("einsum_recipe[2]", einsum_recipe[2]),
+        ):
             if number < 1:
                 raise ValueError(f"{name}={number} must be at least 1")
         columns = scale_columns(k, einsum_recipe[2], tma_aligned_scales) if quantize else 0

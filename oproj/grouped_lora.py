@@ -45,6 +45,9 @@ class GroupedLora:
         """
         if name in self.adapters:
             raise ValueError(f"adapter {name!r} is there already; remove it first")
+        for label, tensor in (("a", a), ("b", b)):
+            if not isinstance(tensor, torch.Tensor):
+                raise TypeError(f"adapter {name!r}: {label} is {type(tensor).__name__}; expected a torch.Tensor")
         rank = a.shape[0] if a.dim() else 0
         for label, tensor, shape in (("a", a, (rank, self.k)), ("b", b, (self.n_groups * self.o_lora_rank, rank))):
             if tensor.dtype not in DTYPES:

@@ -77,8 +77,12 @@ class DeepseekV4GroupedWoA(torch.nn.Module):
         self.weight = _parameter(torch.empty(shape, dtype=dtype, device=device))
         if fp8:
             block = self.weight_block
-            blocks = torch.ones((shape[0], shape[1] // block[0], -(-shape[2] // block[1])), device=device)
+            meta = self.weight.is_meta  # the layout looks at values, and a meta tensor has none
+            where = "cpu" if meta else device
+            blocks = torch.ones((shape[0], shape[1] // block[0], -(-shape[2] // block[1])), device=where)
             scale = layout_weight_scales(blocks, arch=self.arch, rows=shape[1], block=block)
+            if meta:
+                scale = torch.empty_strided(scale.shape, scale.stride(), dtype=scale.dtype, device="meta")
             name = "weight_scale" if block == (32, 32) else "weight_scale_inv"
             self.register_parameter(name, _parameter(scale))
 

@@ -89,9 +89,11 @@ def query_positions(
     if seq_lens.dim() != 1 or seq_lens.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"seq_lens has shape {tuple(seq_lens.shape)} and dtype {seq_lens.dtype}; expected ints [B]")
     if cum_seq_lens_q is None:
-        if q_len is None or q_len < 0:
-            raise ValueError(f"q_len={q_len} must be at least 0")
+        if not isinstance(q_len, int) or q_len < 0:
+            raise ValueError(f"q_len={q_len} must be an int of at least 0")
         cum_seq_lens_q = torch.arange(len(seq_lens) + 1, device=seq_lens.device) * q_len
+    if cum_seq_lens_q.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"cum_seq_lens_q has dtype {cum_seq_lens_q.dtype}; expected ints [B+1]")
     if cum_seq_lens_q.shape != (len(seq_lens) + 1,) or int(cum_seq_lens_q[0]) != 0:
         raise ValueError(f"cum_seq_lens_q={cum_seq_lens_q.tolist()} must have {len(seq_lens) + 1} entries from 0 on")
     starts, q_lens = cum_seq_lens_q[:-1].long(), torch.diff(cum_seq_lens_q.long())

@@ -77,6 +77,8 @@ class StoredTensors(Mapping[str, StoredTensor]):
                 raise CheckpointError(f"{file} is no whole safetensors file: {error}") from error
             except FileNotFoundError as error:
                 raise CheckpointError(f"{file} is missing; the index names it") from error
+            except OSError as error:
+                raise CheckpointError(f"{file} cannot be opened: {error}") from error
         return self._handles[file]
 
     def __getitem__(self, name: str) -> StoredTensor:
@@ -116,12 +118,12 @@ def open_checkpoint(path: Path) -> StoredTensors:
 def _indexed(index: Path) -> StoredTensors:
     try:
         content = json.loads(index.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{index} is no JSON: {error}") from error
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise CheckpointError(f"{index} has no 'weight_map' of tensor names to file names")
     for name, file in weight_map.items():
-        if Path(file).name != file:  # an index must not lead out of its folder
+        if Path(file).name != file or file in ("", ".."):  # an index must not lead out of its folder
             raise CheckpointError(f"{index} puts {name} into {file!r}; expected a file name without a folder")
     return StoredTensors([], {name: index.parent / file for name, file in weight_map.items()})

@@ -26,13 +26,17 @@ def layout_weight_scales(
     """
     if scale.dtype != torch.float32:
         raise TypeError(f"scale has dtype {scale.dtype}; expected float32")
+    if min(block) < 1:
+        raise ValueError(f"block={block} must be at least 1")
     if scale.dim() < 2 or scale.shape[-2] != -(-rows // block[0]):
         raise ValueError(
             f"scale has shape {tuple(scale.shape)}; {rows} rows in blocks of {block[0]} need {-(-rows // block[0])} "
             "scale rows"
         )
     if not get_arch(arch).tma_aligned_scales:
-        return scale.contiguous()
+        return scale.clone(memory_format=torch.contiguous_format)  # contiguous() keeps odd strides of size-1 dims
+    if scale.shape[-1] % 4:
+        raise ValueError(f"scale has shape {tuple(scale.shape)}; packed words need a multiple of 4 K blocks")
     per_row = float_to_ue8m0(scale).repeat_interleave(block[0], dim=-2)[..., :rows, :]
     words = pack_ue8m0(per_row)
     *batch, _, columns = words.shape
@@ -62,10 +66,11 @@ def requantize_to_ue8m0(
     for other dtypes and shapes, a scale that is not positive and finite, or a NaN code.
     """
     _check_requantize(codes, scale, block)
+    codes, scale = codes.contiguous(), scale.detach()
     new_codes, new_scale = torch.empty(codes.shape, dtype=codes.dtype), torch.empty(scale.shape)
     largest, change, norm = 0.0, 0.0, 0.0
     matrices = (tensor.flatten(0, -3) if tensor.dim() > 2 else tensor[None] for tensor in (codes, scale))
-    targets = (tensor.view(-1, *tensor.shape[-2:]) for tensor in (new_codes, new_scale))
+    targets = (tensor.flatten(0, -3) if tensor.dim() > 2 else tensor[None] for tensor in (new_codes, new_scale))
     for old, old_scale, new, power in zip(*matrices, *targets, strict=True):
         for i in range(old_scale.shape[0]):  # a strip of blocks at a time, so that memory does not grow with N
             rows = slice(i * block[0], (i + 1) * block[0])
@@ -87,8 +92,8 @@ def _check_requantize(codes: torch.Tensor, scale: torch.Tensor, block: tuple[int
     for name, tensor, dtype in (("codes", codes, torch.float8_e4m3fn), ("scale", scale, torch.float32)):
         if tensor.dtype != dtype:
             raise TypeError(f"{name} has dtype {tensor.dtype}; expected {dtype}")
-    if block[0] != block[1]:
-        raise ValueError(f"block={block} must be square")
+    if block[0] != block[1] or block[0] < 1:
+        raise ValueError(f"block={block} must be square and at least 1")
     if codes.dim() < 2:
         raise ValueError(f"codes has shape {tuple(codes.shape)}; expected [..., N, K]")
     expected = (*codes.shape[:-2], *(-(-n // b) for n, b in zip(codes.shape[-2:], block, strict=True)))

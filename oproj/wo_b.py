@@ -82,7 +82,7 @@ def bf16_wo_b(z: torch.Tensor, weight: torch.Tensor, *, out: torch.Tensor | None
     for name, tensor in (("z", z), ("weight", weight)):
         if tensor.dtype != torch.bfloat16:
             raise TypeError(f"{name} has dtype {tensor.dtype}; expected torch.bfloat16")
-        if tensor.dim() != 2 or tensor.shape[1] != weight.shape[-1]:
+        if tensor.dim() != 2 or weight.dim() != 2 or tensor.shape[1] != weight.shape[1]:
             raise ValueError(
                 f"{name} has shape {tuple(tensor.shape)}; expected z [M, K] and weight [hidden, K] with the same K"
             )
@@ -138,13 +138,16 @@ class BlockLinear:
             raise ValueError(f"block={block} is not served; expected (128, 128) or (32, 32)")
         if codes.dtype != torch.float8_e4m3fn:
             raise TypeError(f"codes has dtype {codes.dtype}; expected torch.float8_e4m3fn")
+        if scale.dtype != torch.float32:
+            raise TypeError(f"scale has dtype {scale.dtype}; expected torch.float32")
+        if codes.dim() != 2:
+            raise ValueError(f"codes has shape {tuple(codes.shape)}; expected [hidden, K]")
         expected = tuple(-(-n // b) for n, b in zip(codes.shape, block, strict=True))
         if tuple(scale.shape) != expected:
             raise ValueError(f"scale has shape {tuple(scale.shape)}; codes {tuple(codes.shape)} need {expected}")
         if block == (32, 32) and not row.mxfp8_wo_a:
             spread = scale.repeat_interleave(32, 0)[: codes.shape[0]].repeat_interleave(32, 1)[:, : codes.shape[1]]
             return cls((codes.float() * spread).bfloat16())
-        scale = scale.clone(memory_format=torch.contiguous_format)  # a slice of one scale row keeps the whole's stride
         laid_out = layout_weight_scales(scale, arch=row, rows=codes.shape[0], block=block)
         return cls(codes, laid_out, engine=engine or get_engine("auto", row), group_size=block[1])
 
@@ -166,7 +169,7 @@ def reduce_partials(
     ``ValueError`` that names the bad argument.
     """
     _check_kind(kind)
-    if not partials:
+    if partials is None or len(partials) == 0:
         raise ValueError("partials is empty; at least one rank's y is needed")
     for rank, partial in enumerate(partials):
         _check_partial(f"partials[{rank}]", partial)

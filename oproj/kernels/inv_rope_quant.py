@@ -15,10 +15,12 @@ import numpy as np
 import torch
 
 from oproj.activation import empty_scales, empty_values, scale_columns, tma_aligned_size
+from oproj.engines.into import check_out
 from oproj.engines.rope_checks import check_inv_rope
 from oproj.kernels import compile as compiler
 
 HEAD, NOPE, ROPE = 512, 448, 64
+VARIANTS = ("fma_cos", "mul_mul_add")
 SMALL_CALL = 1024  # tokens times heads up to which latency counts, not bandwidth
 LARGE_CALL = 128 * 768  # tokens times heads from which on two or more tokens a warp pay
 FEW_HEADS = 32  # of one token: its table row is shared by too few warps to hold several
@@ -90,12 +92,21 @@ def fused_inv_rope_fp8_quant(
         o, positions, cos_sin_cache, n_groups, heads_per_group, nope_dim, rope_dim, quant_group_size,
         tma_aligned_scales, quantize,
     )  # fmt: skip
+    if variant not in VARIANTS:
+        raise ValueError(f"variant={variant!r} is unknown; known: {', '.join(VARIANTS)}")
+    if o.device.type != "cuda":
+        raise ValueError(f"o is on {o.device}; the kernel works on CUDA tensors")
     if (nope_dim, rope_dim) != (NOPE, ROPE):
         raise ValueError(f"nope_dim={nope_dim}, rope_dim={rope_dim}; the kernel is built for {NOPE} + {ROPE}")
     if o.numel() and (o.data_ptr() % 16 or o.stride(0) % 8 or o.stride(1) % 8):
         raise ValueError(
             f"o has strides {o.stride()} and address {o.data_ptr():#x}; both must be multiples of 16 bytes"
         )
+    if out is not None:
+        check_out(
+            out, o, n_groups=n_groups, heads_per_group=heads_per_group, nope_dim=nope_dim, rope_dim=rope_dim,
+            quant_group_size=quant_group_size, tma_aligned_scales=tma_aligned_scales, quantize=quantize,
+        )  # fmt: skip
     values, scales = out or _allocate(o, n_groups, heads_per_group, quant_group_size, tma_aligned_scales, quantize)
     if o.shape[0]:
         _launch(

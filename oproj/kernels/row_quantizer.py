@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from oproj.activation import scale_columns, tma_aligned_size
+from oproj.engines.into import check_tensor
 from oproj.kernels import compile as compiler
 from oproj.kernels.inv_rope_quant import KernelUnavailable, unavailable_reason
 
@@ -34,6 +35,8 @@ def quantize_rows(x: torch.Tensor, *, group_size: int = 128, packed: bool = Fals
         raise KernelUnavailable(f"the row quantiser cannot run: {reason}")
     if x.dtype != torch.bfloat16:
         raise TypeError(f"x has dtype {x.dtype}; expected torch.bfloat16")
+    if x.device.type != "cuda":
+        raise ValueError(f"x is on {x.device}; the kernel works on CUDA tensors")
     if x.dim() != 2 or (x.numel() and (x.stride(1) != 1 or x.stride(0) % 4 or x.data_ptr() % 8)):
         raise ValueError(
             f"x has shape {tuple(x.shape)}, strides {x.stride()}; expected [M, K], rows aligned to 8 bytes"
@@ -44,6 +47,13 @@ def quantize_rows(x: torch.Tensor, *, group_size: int = 128, packed: bool = Fals
     step = max(128, group_size * (4 if packed else 1))
     if k % step:
         raise ValueError(f"x has K={k}; it must be a multiple of {step}")
+    if out is not None:
+        columns, aligned = scale_columns(k, group_size, packed), tma_aligned_size(rows, 4)
+        check_tensor("codes", out[0], torch.float8_e4m3fn, (rows, k), (k, 1), x.device)
+        word = torch.int32 if packed else torch.float32
+        check_tensor("scales", out[1], word, (rows, columns), (1, aligned), x.device)
+        if (out[1].storage_offset() + columns * aligned) * 4 > out[1].untyped_storage().nbytes():
+            raise ValueError(f"buffer scales has no room for its padding rows {rows}..{aligned - 1}")
     codes, scales = out or allocate_rows(rows, k, group_size, packed, x.device)
     if rows and k:
         _launch(x, codes, scales, group_size, packed)

@@ -101,7 +101,11 @@ def rotate_and_quantize(
     if rotation not in row.rotations:
         raise ValueError(f"rotation={rotation!r} is not declared by {row.name}; declared: {row.rotations or 'none'}")
     _check_input("o", o, row)
-    if o.numel() and o.stride(-1) != 1:
+    if o.dim() != 3:
+        raise ValueError(f"o has shape {tuple(o.shape)}; expected [T, heads, head_dim]")
+    if not o.numel():
+        o = torch.empty(o.shape, dtype=o.dtype)  # an empty tensor may have any strides
+    if o.stride(-1) != 1 and o.numel():
         raise ValueError(f"o has strides {o.stride()}; the last one must be 1")
     block = max(row.blocks)
     # The checks speak of BF16: half of an FP32 buffer's words stands for it, with the same shape.
