@@ -36,7 +36,9 @@ def layout_weight_scales(
     if not get_arch(arch).tma_aligned_scales:
         return scale.clone(memory_format=torch.contiguous_format)  # contiguous() keeps odd strides of size-1 dims
     if scale.shape[-1] % 4:
-        raise ValueError(f"scale has shape {tuple(scale.shape)}; packed words need a multiple of 4 K blocks")
+        raise ValueError(
+            f"scale has shape {tuple(scale.shape)}; {scale.shape[-1]} blocks do not fill int32 words; need a multiple of 4"
+        )
     per_row = float_to_ue8m0(scale).repeat_interleave(block[0], dim=-2)[..., :rows, :]
     words = pack_ue8m0(per_row)
     *batch, _, columns = words.shape

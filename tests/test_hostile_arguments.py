@@ -31,7 +31,7 @@ def test_fp32_scales_have_the_strides_of_a_fresh_tensor(scale):
 
 
 def test_scales_that_cannot_be_laid_out_are_named():
-    with pytest.raises(ValueError, match=r"scale has shape \(1, 3\); packed words need a multiple of 4"):
+    with pytest.raises(ValueError, match=r"scale has shape \(1, 3\); 3 blocks do not fill int32 words"):
         layout_weight_scales(torch.ones(1, 3), arch="sm100", rows=128)
     with pytest.raises(ValueError, match="block="):
         layout_weight_scales(torch.ones(1, 4), arch="sm100", rows=128, block=(0, 128))
