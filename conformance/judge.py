@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from conformance.compare import Comparison
 
-ORACLES = ("bits", "attainable", "bound", "format")
+ORACLES = ("bits", "exact", "attainable", "bound", "format")
 _WITH_MARGINS = ("bound", "format")
 PASS, FAIL, NOT_APPLICABLE, SKIPPED = "pass", "fail", "not applicable", "skipped"
 

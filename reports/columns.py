@@ -1,4 +1,4 @@
-"""The one row format of every result, version 1.
+"""The one row format of every result, version 2.
 
 One row per (run, arch, engine, implementation, stage, oracle, case). A row says what was compared, how far
 off it was, and what was decided; nothing in a later table comes from anywhere else.
@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
-ORACLES = ("bits", "attainable", "bound", "format")
-"""Strongest first."""
+ORACLES = ("bits", "exact", "attainable", "bound", "format")
+"""Strongest first; `exact`: properties that hold bit for bit without a truth, e.g. alone and in a batch."""
 MARGIN_ORACLES = ("bound", "format")
 """Oracles whose verdict is margin <= 1 for each element, so a judged row must have its margins."""
 EVIDENCE = ("measured", "published", "assumed")
@@ -57,8 +57,9 @@ COLUMNS: tuple[Column, ...] = (
     Column("arch", "category", "architecture row, e.g. sm90"),
     Column("engine", "category", "who did the arithmetic: software, deep_gemm"),
     Column("implementation", "category", "name of the implementation under test"),
+    _optional("spec", "category", "what --implementation takes to judge it again, or '' for an engine's own"),
     Column("stage", "category", "quantize, wo_a, wo_b, reduce, o_proj"),
-    Column("oracle", "category", "bits, attainable, bound or format"),
+    Column("oracle", "category", ", ".join(ORACLES)),
     Column("evidence", "category", "what stands behind the arch row: measured, published or assumed"),
     Column("preset", "category", "model preset, or '' for plain dims"),
     Column("tp_size", "int64", "tensor parallel size"),
@@ -79,6 +80,7 @@ COLUMNS: tuple[Column, ...] = (
     _optional("sqnr_db", "float64", "signal over error, in dB"),
     _optional("ulp_max", "float64", "largest distance in steps of the output format"),
     _optional("ulp_histogram", "string", "JSON: distance in steps -> elements; '' where it does not apply"),
+    _optional("ambiguous", "float64", "attainable: share of elements with more than one legal code"),
     _optional("first_bad", "string", "JSON: coordinate and values of the first failed element, or ''"),
     Column("seconds", "float64", "time of the case"),
     Column("verdict", "category", "pass, fail, not applicable or skipped"),

@@ -83,7 +83,7 @@ def test_a_result_that_says_nothing_does_not_pass():
 BAD_FRAMES = {
     r"missing column\(s\): margin_max": lambda df: df.drop(columns="margin_max"),
     r"foreign column\(s\): colour": lambda df: df.assign(colour="red"),
-    r"schema_version must be 1, found 2": lambda df: df.assign(schema_version=2),
+    r"schema_version must be 2, found 1": lambda df: df.assign(schema_version=1),
     r"column compared must be int64": lambda df: df.astype({"compared": "float64"}),
 }
 

@@ -50,7 +50,7 @@ def test_a_value_of_the_wrong_type_is_refused_by_name(column):
 
 
 BAD_VALUES = [
-    ("schema_version", 2),
+    ("schema_version", 1),
     ("compared", -1),
     ("compared", 2**63),
     ("mismatched", 1001),
@@ -128,7 +128,7 @@ BROKEN_FRAMES = {
     r"column reason must be text": lambda df: df.assign(reason=pd.Series([1, "x"], dtype=object)),
     r"column variant must be text": lambda df: df.assign(variant=pd.Categorical([1, 2])),
     r"column family has 2 missing": lambda df: df.assign(family=pd.Series([None, None], dtype="string")),
-    r"schema_version must be 1, found 9": lambda df: df.assign(schema_version=9),
+    r"schema_version must be 2, found 9": lambda df: df.assign(schema_version=9),
     r"column verdict must hold .*'passed'": lambda df: df.assign(verdict="passed"),
     r"column oracle must hold .*'eyes'": lambda df: df.assign(oracle="eyes"),
     r"column tokens has a negative number: -1": lambda df: df.assign(tokens=-1),
