@@ -25,9 +25,11 @@ from oproj.arch import Arch, get_arch
 Output = Literal["bf16", "fp32"]
 Rotation = Literal["fma_cos", "mul_mul_add"]
 Reduction = Literal["bf16", "fp32"]
+Angle = Literal["exact", "fp32"]
 UBF16, U64 = 2.0**-8, 2.0**-53
 E4M3_RELATIVE, E4M3_ABSOLUTE, E4M3_MAX = 2.0**-4, 2.0**-10, 448.0
 QUOTIENT = 2.0**-20  # y/scale for a general scale: reciprocal (2 ulp), product, and its share in the e4m3 rounding
+LOG2_BAND = (0, 2, 4, 9, 20, 39)  # FP32 ulps above 448 * 2^k, see ``log2_excess``
 F64_SLACK = 1.0 + 2.0**-36  # covers the rounding of a bound's own float64 sums of up to 2^16 non-negative terms
 BF16_OVERFLOW = 2.0**128 - 2.0**119  # from here on, round to nearest gives infinity
 F32_OVERFLOW = 2.0**128 - 2.0**103
@@ -225,13 +227,79 @@ def inverse_rope_bound(
     return torch.as_tensor(bound * F64_SLACK)
 
 
+def hidden_rotation_bound(x: Any, cos: Any, sin: Any) -> torch.Tensor:
+    """Bound on ``|y^ - y|`` , y: x rotated back, ``y^``: a hidden v with ``bf16(v) = x`` rotated back in FP32.
+
+    With h = half-ulp_bf16(x) and e = ``inverse_rope_bound(x, "mul_mul_add")``, ``u = 2^-24``, for y0::
+
+        |c|*h0 + |s|*h1 + e + 2^-22 * (|c|*h0 + |s|*h1)
+
+    v moves the products and y by at most ``|c|*h0 + |s|*h1`` each, which the roundings see as ``u*(2+u)`` of it. Dims
+    that are not rotated: h. Valid for every association (fusing a product only drops a rounding). Arguments, result
+    and refusals as ``inverse_rope_bound``.
+    """
+    bound = inverse_rope_bound(x, cos, sin, "mul_mul_add").numpy().copy()
+    half = _half_ulp(to_float64(x, "x"))
+    c, s = np.abs(to_float64(cos, "cos")), np.abs(to_float64(sin, "sin"))
+    first = bound.shape[-1] - 2 * c.shape[-1]
+    h0, h1 = half[..., first::2], half[..., first + 1 :: 2]
+    bound[..., :first] += half[..., :first]
+    for lane, (own, other) in enumerate(((h0, h1), (h1, h0))):
+        bound[..., first + lane :: 2] += (c * own + s * other) * (1 + 2.0**-22)
+    return torch.as_tensor(bound * F64_SLACK)
+
+
+def table_bound(
+    positions: Any, frequencies: Any, *, angle: Angle = "fp32", roundings: int = 0, ulps: float = 0.5
+) -> torch.Tensor:
+    """Bound on ``|entry - cos(p*w)|`` (and sin) of an FP32 table, ``u = 2^-24``.
+
+    ``ulps * 2^-24 + 2^-52`` and, the derivatives of cos and sin being at most 1::
+
+        angle="exact"  (p*w not rounded):       gamma_n(u) * p*w
+        angle="fp32"   (fl32(fl32(p) * w)):     gamma_{n+1}(u) * p*w + 2^-150
+
+    A number of at most 1 has ulps of at most 2^-24; ``ulps``: 0.5 where the function is correctly rounded, 2 for CUDA's
+    ``cosf`` and ``sinf`` (CUDA C++ Programming Guide, mathematical functions). ``roundings``: n roundings between the
+    ideal frequency and the FP32 one in use (Higham, ASNA, Lemma 3.1), 0 where ``frequencies`` *are* the definition; 2
+    for ``1 / fl32(theta^(2i/d))``, whose tables so drift by up to 3*2^-24 of the angle.
+
+    positions ``[n]``, integers of at most 2^24 (exact in FP32); frequencies ``[P]`` in (0, 1]. Returns float64
+    ``[n, P]``. Raises ``NotApplicable`` outside that, ``ValueError`` for another ``angle``, ``roundings`` or ``ulps``.
+    """
+    if angle not in ("exact", "fp32"):
+        raise ValueError(f"angle={angle!r} must be 'exact' or 'fp32'")
+    if roundings < 0 or not 0.5 <= ulps < np.inf:
+        raise ValueError(f"roundings={roundings} must be at least 0 and ulps={ulps} finite and at least 0.5")
+    p, w = finite_float64(positions, "positions"), finite_float64(frequencies, "frequencies")
+    refuse_where((p < 0) | (p > 2**24) | (p != np.floor(p)), "positions", p, "is no integer in 0..2^24")
+    refuse_where((w <= 0) | (w > 1), "frequencies", w, "is not in (0, 1]")
+    rounds = roundings + (angle == "fp32")
+    error = gamma(rounds, U32) * np.multiply.outer(p, w) + (2.0**-150 if angle == "fp32" else 0.0)
+    return torch.as_tensor((error + ulps * U32 + 2.0**-52) * F64_SLACK)
+
+
+def log2_excess(exponent: Any) -> np.ndarray:
+    """How far an amax may exceed ``448 * 2^k`` and still get the scale 2^k from an FP32 ``2^ceil(log2(raw))``.
+
+    ``n(k) * 2^(k-15)``, FP32 ulps at 448*2^k, n = 0, 2, 4, 9, 20, 39 for ``max(k, -k-1)`` below 4, 8, 16, 32, 64 and
+    from there on: exhaustive emulation of libdevice's log2 for raw = amax * fl(1/448), k >= -42, and one ulp more where
+    n > 0 for raw = amax / 448. Relative to 448*2^k at most 39 * 2^-15 / 448 < 2^-18. Float64, shape of ``exponent``.
+    """
+    k = np.asarray(exponent, np.int64)
+    ulps = np.array(LOG2_BAND, np.float64)[np.searchsorted((4, 8, 16, 32, 64), np.maximum(k, -k - 1), side="right")]
+    return ulps * np.exp2(k - 15.0)
+
+
 def quantize_bound(y: Any, scale: Any, slack: Any = 0.0) -> torch.Tensor:
     """Bound on ``|scale * code - y|`` of e4m3 quantisation, round to nearest even, when nothing clamps.
 
     ``max(2^-4 * (|y|+slack), 2^-10 * scale) + slack``: half a step is at most 2^-4 of a normal, 2^-10 of a subnormal
     code. ``slack``: what the quantiser's own input may differ from ``y`` (rotation, a bound on z). A scale that is not
-    a power of two adds ``2^-20 * (|y|+slack)`` for the rounded quotient or reciprocal. Clamping is refused:
-    ``|y| - slack <= 448 * scale`` must hold; where only the slack reaches beyond, clamping moves codes toward y.
+    a power of two adds ``2^-20 * (|y|+slack)`` for the rounded quotient or reciprocal. Clamping is refused beyond what
+    an FP32 log2 does: ``|y| - slack <= 448*scale + log2_excess`` must hold (the excess for powers of two only). Such a
+    lane errs by at most ``log2_excess + slack < 2^-18 * |y| + slack``, inside the first term; where only the slack
+    reaches beyond, clamping moves codes toward y.
 
     y ``[..., K]``; scale ``[..., K/block]`` (FP32 values), positive. Returns float64 ``[..., K]``. Raises
     ``NotApplicable`` naming the first clamped element, NaN or unusable scale.
@@ -240,12 +308,16 @@ def quantize_bound(y: Any, scale: Any, slack: Any = 0.0) -> torch.Tensor:
     refuse_where(per_block <= 0, "scale", per_block, "is not a positive scale")
     if per_block.shape[-1] == 0 or size.shape[-1] % per_block.shape[-1]:
         raise ValueError(f"scale {per_block.shape} must hold [..., K/block] scales for K={size.shape[-1]}")
-    scales = np.repeat(per_block, size.shape[-1] // per_block.shape[-1], axis=-1)
+    width = size.shape[-1] // per_block.shape[-1]
+    fraction, exponent = np.frexp(per_block)
+    power = fraction == 0.5
+    excess = np.where(power, log2_excess(exponent - 1), E4M3_MAX * QUOTIENT * per_block)
+    largest_kept = np.repeat(E4M3_MAX * per_block + excess, width, axis=-1)
+    scales, quotient = np.repeat(per_block, width, axis=-1), np.repeat(np.where(power, 0.0, QUOTIENT), width, axis=-1)
     margin = finite_float64(slack, "slack")
     refuse_where(margin < 0, "slack", margin, "is negative")
     largest = size + margin
-    quotient = np.where(np.frexp(scales)[0] == 0.5, 0.0, QUOTIENT)
-    refuse_where(size - margin > E4M3_MAX * scales * (1 + quotient), "|y|", size, "exceeds 448 * scale: it clamps")
+    refuse_where(size - margin > largest_kept, "|y|", size, "exceeds 448 * scale: it clamps")
     step = np.maximum(E4M3_RELATIVE * largest, E4M3_ABSOLUTE * scales)
     return torch.as_tensor((step + quotient * largest + margin) * F64_SLACK)
 

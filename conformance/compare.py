@@ -60,7 +60,8 @@ class Comparison:
     mismatched: elements with other bits (bitwise), or with a margin that is not <= 1 (values). Margins are NaN where
     there is no bound. rms_rel_error: sqrt(sum err^2 / sum want^2). signed_bias: sum(err * sign(want)) / sum(abs(want)),
     negative where results are drawn toward zero. calc_diff: 1 - 2<x,y>/(<x,x>+<y,y>). ulp_*: distance in steps of the
-    output format; the histogram's keys are lower edges 0, 1, 2, 4, 8, ... of its bins.
+    output format; the histogram's keys are lower edges 0, 1, 2, 4, 8, ... of its bins. ambiguous: share of codes for
+    which more than one value is attainable.
     """
 
     compared: int = 0
@@ -74,6 +75,7 @@ class Comparison:
     sqnr_db: float = NAN
     ulp_max: float = NAN
     ulp_histogram: dict[int, int] = field(default_factory=dict)
+    ambiguous: float = NAN
     first_bad: BadElement | None = None
     problem: str = ""
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from conformance import bounds
+from conformance.attainable import compare_attainable
 from conformance.case import Case
 from conformance.compare import Comparison, compare_bits, compare_values, layout_problem, merge
 from conformance.families import Stream
@@ -31,6 +32,7 @@ from oproj.activation import QuantizedActivation, empty_scales, empty_values, sc
 CPU = torch.device("cpu")
 ITSELF = "the software engine is the model itself"
 NO_ORDER = "the order of a BF16 product is the library's own"
+NO_CODES = "a BF16 wo_a has no codes"
 NO_SUM_ORDER = "the order of a sum over ranks is the collective's own"
 _POISON_CODE, _POISON_FP32, _POISON_WORD = 0x7E, 2.0**100, 0x7E7E7E7E  # 448, and scales far from any live one
 _Figures = tuple[str, Comparison, Verdict]
@@ -66,7 +68,7 @@ class _Bench:
         self.device = torch.device(getattr(implementation, "device", CPU))
         self.inputs = build(case)
         self.on_device = self.inputs.to(self.device)
-        self.truth = Truth(self.inputs)
+        self.truth = Truth(self.inputs, getattr(implementation, "o_known", "exact"))
 
     def stages(self) -> Iterator[tuple[str, _Figures]]:
         x, results = self.quantize()
@@ -86,7 +88,7 @@ class _Bench:
         x, problem = self.call("quantize", o=here.o, positions=here.positions, cos_sin_cache=here.cos_sin_cache)
         problem = problem or self.activation_problem(x)
         if problem or x is None:
-            return truth.model_x, _failed(problem, "bits", "bound")
+            return truth.model_x, _failed(problem, "bits", "attainable", "bound")
         return x, self.judge_quantize(x)
 
     def judge_quantize(self, x: QuantizedActivation) -> Iterator[_Figures]:
@@ -100,6 +102,15 @@ class _Bench:
                 + ([compare_bits(_plain(x.scale), _plain(truth.model_x.scale), "scales")] if truth.fp8 else [])
             ),
         )
+        if truth.fp8:
+            comparison = compare_attainable(x, truth, self.implementation) if elements else Comparison()
+            yield (
+                "attainable",
+                comparison,
+                judge(comparison, "attainable", expected=elements + scales if elements else 0),
+            )
+        else:
+            yield "attainable", Comparison(), Verdict(NOT_APPLICABLE, NO_CODES)
         oracle, comparison, verdict = self.bound(
             "bound", elements, lambda: (truth.x_values(x), truth.x, truth.x_bound(x)), "x", x.data
         )

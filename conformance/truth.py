@@ -24,6 +24,7 @@ from reference import dequantize, grouped_wo_a, inverse_rope, ue8m0_to_float64, 
 T = TypeVar("T")
 U = TypeVar("U")
 Pair = tuple[torch.Tensor, torch.Tensor]
+O_KNOWN = ("exact", "half-ulp")  # o is what was quantised, or an FP32 accumulator's rounding to BF16
 WO_B_GROUP = 128  # K elements per scale of wo_b's activations
 
 
@@ -42,10 +43,15 @@ def dequantized(weight: LinearWeight) -> torch.Tensor:
 
 
 class Truth:
-    """Float64 values, bounds and model bits of one Case. ``x`` is an activation as some implementation emitted it."""
+    """Float64 values, bounds and model bits of one Case. ``x`` is an activation as some implementation emitted it.
 
-    def __init__(self, inputs: Inputs) -> None:
-        self.inputs = inputs
+    ``o_known``: ``half-ulp`` where the implementation quantises an accumulator of which o is the rounding to BF16.
+    """
+
+    def __init__(self, inputs: Inputs, o_known: str = "exact") -> None:
+        if o_known not in O_KNOWN:
+            raise ValueError(f"o_known={o_known!r} must be one of {O_KNOWN}")
+        self.inputs, self.o_known = inputs, o_known
         self.config = inputs.config
         self.arch = get_arch(inputs.case.arch)
         self.model = model_of(self.arch.name)
@@ -103,6 +109,8 @@ class Truth:
         """Bound on the error of the rotation (and of its rounding to BF16 where wo_a is BF16), ``[T, G, K]``."""
         half = self.config.rope_dim // 2
         rows = self.inputs.cos_sin_cache[self.inputs.positions][:, None]
+        if self.fp8 and self.o_known == "half-ulp":
+            return bounds.hidden_rotation_bound(self.inputs.o, rows[..., :half], rows[..., half:]).view(self.x.shape)
         variant: Any = self.inputs.case.variant
         output: Any = "fp32" if self.fp8 else "bf16"
         bound = bounds.inverse_rope_bound(self.inputs.o, rows[..., :half], rows[..., half:], variant, output=output)
