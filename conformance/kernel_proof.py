@@ -31,13 +31,14 @@ PADDING_HEADS = 8  # o is the first heads of a wider buffer whose other heads ar
 
 
 def calls(quick: bool) -> Iterator[tuple[int, int, str]]:
-    """(tokens, heads, family)."""
+    """(tokens, heads, family): every launch shape, also with --quick."""
     if quick:
-        yield from ((5, 16, "special"), (1, 8, "normal"), (130, 128, "wide"))
+        yield from ((5, 16, "special"), (1, 8, "normal"), (130, 128, "wide"), (769, 128, "normal"))
         return
     for family in ("normal", "wide", "bits", "special"):
         yield 1003, 128, family
     yield from ((4097, 16, "wide"), (65537, 8, "normal"), (1, 128, "special"), (2, 64, "bits"), (3, 24, "wide"))
+    yield from ((17, 128, "normal"), (99, 128, "special"))
 
 
 def run(draw: Draw, quick: bool) -> tuple[Tally, Tally]:

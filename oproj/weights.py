@@ -37,7 +37,8 @@ def layout_weight_scales(
         return scale.clone(memory_format=torch.contiguous_format)  # contiguous() keeps odd strides of size-1 dims
     if scale.shape[-1] % 4:
         raise ValueError(
-            f"scale has shape {tuple(scale.shape)}; {scale.shape[-1]} blocks do not fill int32 words; need a multiple of 4"
+            f"scale has shape {tuple(scale.shape)}; {scale.shape[-1]} blocks do not fill int32 words; "
+            "a multiple of 4 is needed"
         )
     per_row = float_to_ue8m0(scale).repeat_interleave(block[0], dim=-2)[..., :rows, :]
     words = pack_ue8m0(per_row)

@@ -10,6 +10,7 @@ import torch
 from oproj import kernels
 from oproj.kernels import compile as compiler
 from oproj.kernels import row_quantizer
+from oproj.kernels.compile import LaunchShape
 from oproj.kernels.inv_rope_quant import launch_shape
 
 TARGETS = ("sm_90a", "sm_100a", "sm_120a")
@@ -20,9 +21,9 @@ BLOCKS = (128, 64, 32, 0)
 @pytest.mark.parametrize("block", BLOCKS)
 def test_every_mode_compiles_for_every_target(target, block):
     """NVRTC needs no GPU. A broken line in the source fails here for all three architectures."""
-    for packed, tokens in ((False, 4), (True, 1)):
-        config = f"{block}, {str(packed).lower()}, {tokens}, true, true, false"
-        macros = compiler.defines(config, 4, 1, True, tokens == 1)
+    for packed, shape in ((False, LaunchShape(4, 4, 1, True, True)), (True, LaunchShape(1, 4, 1, False, False))):
+        config = f"{block}, {str(packed).lower()}, {shape.tokens}, true, true, false"
+        macros = compiler.defines(config, shape, shape.tokens == 1)
         code = compiler.program(macros, target).compile("cubin").code
         assert len(code) > 1000 and compiler.NAME.encode() in code
 
@@ -54,7 +55,7 @@ def test_without_a_gpu_the_kernel_says_why():
 def test_launch_shapes_cover_every_call_and_hold_the_aligned_store():
     """Tokens a warp divides the padded token count (a multiple of 4), and a block never exceeds 1,024 threads."""
     for tokens, heads in itertools.product((1, 3, 64, 1003, 8192, 65537), (8, 16, 64, 128)):
-        for quantize, packed in itertools.product((True, False), (True, False)):
-            per_warp, warps, blocks, stream = launch_shape(tokens, heads, quantize, packed)
-            assert 4 % per_warp == 0 and warps * 32 <= 1024 and blocks >= 1 and stream in (True, False)
-    assert launch_shape(8192, 128, True, True) != launch_shape(1, 128, True, True)
+        for quantize in (True, False):
+            shape = launch_shape(tokens, heads, quantize)
+            assert 4 % shape.tokens == 0 and shape.warps * 32 <= 1024 and shape.blocks >= 1
+    assert launch_shape(8192, 128, True) != launch_shape(1, 128, True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from functools import cache
 from importlib import resources
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,13 +20,28 @@ def source() -> str:
     return resources.files("oproj.kernels").joinpath(SOURCE).read_text(encoding="utf-8")
 
 
-def defines(config: str, warps: int, min_blocks: int, stream_stores: bool, early_positions: bool) -> dict[str, str]:
+class LaunchShape(NamedTuple):
+    """How a call is cut: ``tokens`` a warp, ``warps`` a block, at least ``blocks`` blocks a multiprocessor.
+
+    ``stream_stores``: codes leave the L2 first. ``keep_writes``: loads do not displace written lines in the L2, which
+    then reach the memory in longer runs.
+    """
+
+    tokens: int
+    warps: int
+    blocks: int
+    stream_stores: bool
+    keep_writes: bool
+
+
+def defines(config: str, shape: LaunchShape, early_positions: bool) -> dict[str, str]:
     """The macros of one compiled form; ``config`` are the template arguments of ``quantize_heads``."""
     return {
         "CONFIG": config,
-        "WARPS": str(warps),
-        "MIN_BLOCKS": str(min_blocks),
-        "STREAM_STORES": str(int(stream_stores)),
+        "WARPS": str(shape.warps),
+        "MIN_BLOCKS": str(shape.blocks),
+        "STREAM_STORES": str(int(shape.stream_stores)),
+        "KEEP_WRITES": str(int(shape.keep_writes)),
         "EARLY_POSITIONS": str(int(early_positions)),
     }
 

@@ -13,6 +13,7 @@ typedef unsigned char u8;
 typedef unsigned short u16;
 typedef unsigned int u32;
 typedef long long i64;
+typedef unsigned long long u64;
 
 constexpr int HEAD = 512, NOPE = 448, HALF_ROPE = 32;
 #ifndef WARPS
@@ -20,6 +21,9 @@ constexpr int HEAD = 512, NOPE = 448, HALF_ROPE = 32;
 #endif
 #ifndef STREAM_STORES
 #define STREAM_STORES 1
+#endif
+#ifndef KEEP_WRITES                       // loads leave the L2's order of eviction alone: written lines stay longer
+#define KEEP_WRITES 0
 #endif
 #ifndef EARLY_POSITIONS
 #define EARLY_POSITIONS 0
@@ -35,17 +39,49 @@ struct Values {                           // the 16 values of a lane
     float a[8], b[4], c[4];
 };
 
+__device__ __forceinline__ u64 evict_unchanged() {
+    u64 policy;
+    asm("createpolicy.fractional.L2::evict_unchanged.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
+__device__ __forceinline__ u64 evict_last() {
+    u64 policy;
+    asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
 __device__ __forceinline__ uint4 stream_16(const u16 *p) {
     uint4 v;
+#if KEEP_WRITES
+    asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.v4.u32 {%0,%1,%2,%3}, [%4], %5;"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p), "l"(evict_unchanged()));
+#else
     asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+#endif
     return v;
 }
 
 __device__ __forceinline__ uint2 stream_8(const u16 *p) {
     uint2 v;
+#if KEEP_WRITES
+    asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.v2.u32 {%0,%1}, [%2], %3;"
+                 : "=r"(v.x), "=r"(v.y) : "l"(p), "l"(evict_unchanged()));
+#else
     asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
+#endif
     return v;
+}
+
+// Scales: a sector fills by stores of several warps, so it must not leave the L2 in between.
+__device__ __forceinline__ void put_scales(u32 *p, uint4 v) {
+    asm volatile("st.global.L2::cache_hint.v4.u32 [%0], {%1,%2,%3,%4}, %5;"
+                 :: "l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "l"(evict_last()) : "memory");
+}
+
+__device__ __forceinline__ void put_scale(u32 *p, u32 v) {
+    asm volatile("st.global.L2::cache_hint.u32 [%0], %1, %2;" :: "l"(p), "r"(v), "l"(evict_last()) : "memory");
 }
 
 template <typename T>
@@ -262,11 +298,11 @@ __device__ __forceinline__ void quantize_heads(
     const u32 columns = heads_per_group * (PACKED ? WORDS : BLOCKS);
     u32 *p = scales + (i64)(group * columns + column) * scale_stride + t0;
     if constexpr (TOKENS == 4) {
-        *(uint4 *)p = make_uint4(word[0], word[1], word[2], word[3]);
+        put_scales(p, make_uint4(word[0], word[1], word[2], word[3]));
     } else {
 #pragma unroll
         for (int i = 0; i < TOKENS; ++i)
-            if (t0 + i < rows) p[i] = word[i];
+            if (t0 + i < rows) put_scale(p + i, word[i]);
     }
 }
 

@@ -18,12 +18,17 @@ from oproj.activation import empty_scales, empty_values, scale_columns, tma_alig
 from oproj.engines.into import check_out
 from oproj.engines.rope_checks import check_inv_rope
 from oproj.kernels import compile as compiler
+from oproj.kernels.compile import LaunchShape
 
 HEAD, NOPE, ROPE = 512, 448, 64
 VARIANTS = ("fma_cos", "mul_mul_add")
-SMALL_CALL = 1024  # tokens times heads up to which latency counts, not bandwidth
-LARGE_CALL = 128 * 768  # tokens times heads from which on two or more tokens a warp pay
-FEW_HEADS = 32  # of one token: its table row is shared by too few warps to hold several
+# Limits of the launch shapes, in tokens times heads
+FEW_TOKENS = 128 * 4  # up to here and to the next latency counts, not bandwidth
+SMALL_CALL = 128 * 64
+MEDIUM_CALL = 128 * 128
+LARGE_CALL = 128 * 768  # from here on several tokens a warp pay
+LARGE_CALL_OF_FEW_HEADS = 128 * 2048  # a token's table row is then shared by too few warps to hold several earlier
+FEW_HEADS = 32
 
 
 class KernelUnavailable(RuntimeError):
@@ -44,19 +49,18 @@ def unavailable_reason() -> str | None:
     return None
 
 
-def launch_shape(tokens: int, heads: int, quantize: bool, packed: bool) -> tuple[int, int, int, bool]:
-    """(tokens a warp, warps a block, blocks a multiprocessor, streaming stores) for a call.
-
-    From medians on an H200 over 1 to 32,768 tokens; ``benchmarks`` takes them again.
-    """
+def launch_shape(tokens: int, heads: int, quantize: bool) -> LaunchShape:
+    """How a call is cut; from medians on an H200 over 1 to 32,768 tokens, which ``benchmarks`` takes again."""
     work = tokens * heads
-    if work <= SMALL_CALL:
-        return 1, 2, 1, False
-    if work <= LARGE_CALL or not quantize:
-        return 1, 4, 10, True
-    if heads <= FEW_HEADS:
-        return 1, 8, 8, True
-    return (2, 2, 20, True) if packed else (4, 4, 7, False)
+    if work <= FEW_TOKENS:
+        return LaunchShape(1, 2, 16, True, True)
+    if work <= SMALL_CALL or not quantize:
+        return LaunchShape(1, 4, 10, True, True)
+    if work <= MEDIUM_CALL:
+        return LaunchShape(1, 8, 8, True, True)
+    if work < (LARGE_CALL if heads > FEW_HEADS else LARGE_CALL_OF_FEW_HEADS):
+        return LaunchShape(1, 8, 8, True, False)
+    return LaunchShape(4, 4, 7, False, True)
 
 
 def fused_inv_rope_fp8_quant(
@@ -141,16 +145,16 @@ def _launch(
     from cuda.core import Device, LaunchConfig, launch
 
     tokens, heads, _ = o.shape
-    per_warp, warps, min_blocks, stream = launch_shape(tokens, heads, bool(block), packed)
-    config = ", ".join(map(_literal, (block, packed, per_warp, *rules)))
-    macros = compiler.defines(config, warps, min_blocks, stream, early_positions)
+    shape = launch_shape(tokens, heads, bool(block))
+    config = ", ".join(map(_literal, (block, packed, shape.tokens, *rules)))
+    macros = compiler.defines(config, shape, early_positions)
     device = Device(o.device.index)
     device.set_current()
     rows = tma_aligned_size(tokens, 4) if block else tokens
-    blocks = -(-(-(-rows // per_warp) * heads) // warps)
+    blocks = -(-(-(-rows // shape.tokens) * heads) // shape.warps)
     launch(
         device.create_stream(compiler.TorchStream(o.device)),
-        LaunchConfig(grid=(blocks,), block=(32 * warps,), programmatic_stream_serialization=True),
+        LaunchConfig(grid=(blocks,), block=(32 * shape.warps,), programmatic_stream_serialization=True),
         compiler.kernel(device.device_id, tuple(macros.items())),
         *[tensor.data_ptr() for tensor in (o, positions, table, values, scales)],
         *[np.uint32(n) for n in (tokens, heads, heads_per_group, rows)],
