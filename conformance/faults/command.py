@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from rich.table import Table
 from conformance.case import Case
 from conformance.faults.matrix import EXAMPLES, Alarm, Kill, run_matrix, usefulness
 from conformance.terminal import FAILED, NOTHING_COMPARED, PASSED
+from reports.files import write_text
 
 VERSION = 1
 
@@ -104,7 +104,5 @@ def write_json(path: Path, kills: Sequence[Kill], variants: Sequence[Alarm]) -> 
          "seconds": round(one.seconds, 3)}
         for one in variants
     ]  # fmt: skip
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(json.dumps({"version": VERSION, "faults": faults, "variants": right}, indent=1) + "\n")
-    partial.replace(path)
+    matrix = {"version": VERSION, "faults": faults, "variants": right}
+    write_text(path, json.dumps(matrix, indent=1) + "\n")

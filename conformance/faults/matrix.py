@@ -18,9 +18,10 @@ import torch
 
 from conformance.case import Case
 from conformance.faults.cases import EXAMPLES, ci_cases
-from conformance.faults.registry import FAULTS, Fault, fp8, get_faults
+from conformance.faults.registry import Fault, get_faults
 from conformance.faults.reports import SUITE_FAULTS, SuiteFault, diluting, self_test_fails
 from conformance.faults.variants import VARIANTS
+from conformance.implementation import METHODS
 from conformance.judge import FAIL
 from conformance.stages import StageResult, run_stages
 
@@ -71,7 +72,9 @@ def check_of(result: StageResult) -> Check:
 def failed_checks(case: Case, implementation: object) -> tuple[Check, ...]:
     """The checks that fail, each once, in the order of the stages."""
     results = run_stages(case, implementation)  # type: ignore[arg-type]
-    return tuple(dict.fromkeys(check_of(result) for result in results if result.verdict.status == FAIL))
+    promised = getattr(implementation, "bitwise", METHODS)
+    failed = [r for r in results if r.verdict.status == FAIL and (r.oracle != "bits" or r.stage in promised)]
+    return tuple(dict.fromkeys(map(check_of, failed)))
 
 
 def kill(fault: Fault, arch: str, cases: Sequence[Case], *, thorough: bool = True) -> Kill:
@@ -96,7 +99,7 @@ def kill(fault: Fault, arch: str, cases: Sequence[Case], *, thorough: bool = Tru
 def kill_suite_fault(fault: SuiteFault, arch: str, cases: Sequence[Case]) -> Kill:
     """Break the suite and see its own test fail, in a Case where the unbroken suite passes it."""
     started = time.perf_counter()
-    number, case = next((n, diluting(c)) for n, c in enumerate(cases, 1) if fp8(c))
+    number, case = next((n, diluting(c)) for n, c in enumerate(cases, 1) if fault.fits(c))
     noticed = self_test_fails(fault, case) and not self_test_fails(fault, case, broken=False)
     spent, checks = time.perf_counter() - started, (fault.check,) if noticed else ()
     number = number if noticed else 0
@@ -119,17 +122,29 @@ def alarms(name: str, arch: str, cases: Iterable[Case], limit: int) -> Alarm:
     return Alarm(name, arch, run, time.perf_counter() - started, tuple(found))
 
 
-def _task(arch: str, faults: list[str], variants: list[str], suite: bool, examples: int) -> list[Kill | Alarm]:
+def _task(
+    arch: str, faults: list[str], variants: list[str], suite: bool, examples: int, thorough: bool
+) -> list[Kill | Alarm]:
     cases = ci_cases(arch, examples)
-    kills: list[Kill | Alarm] = [kill(fault, arch, cases) for fault in get_faults(faults)] if faults else []
+    kills: list[Kill | Alarm] = (
+        [kill(fault, arch, cases, thorough=thorough) for fault in get_faults(faults)] if faults else []
+    )
     kills += [alarms(name, arch, cases, VARIANT_EXAMPLES) for name in variants]
     return kills + ([kill_suite_fault(fault, arch, cases) for fault in SUITE_FAULTS] if suite else [])
 
 
 def run_matrix(
-    archs: Sequence[str], names: Sequence[str] = (), *, examples: int = EXAMPLES, workers: int = 2
+    archs: Sequence[str],
+    names: Sequence[str] = (),
+    *,
+    examples: int = EXAMPLES,
+    workers: int = 2,
+    thorough: bool = True,
 ) -> Iterator[Kill | Alarm]:
-    """All faults (or those named) and, where none is named, all variants and suite faults on every arch."""
+    """All faults (or those named) and, where none is named, all variants and suite faults on every arch.
+
+    ``thorough``: as of `kill`.
+    """
     tasks = []
     chosen = get_faults(names)
     for arch in archs:
@@ -138,7 +153,7 @@ def run_matrix(
         for chunk in range(_CHUNKS):
             part = (faults[chunk::_CHUNKS], variants[chunk::_CHUNKS], chunk == 0 and not names)
             if any(part):
-                tasks.append((arch, *part, examples))
+                tasks.append((arch, *part, examples, thorough))
     if workers == 1:
         for task in tasks:
             yield from _task(*task)
@@ -165,8 +180,3 @@ def usefulness(kills: Iterable[Kill]) -> dict[Check, tuple[int, list[str]]]:
         if one.only:
             vital[one.only].append(f"{one.fault} on {one.arch}")
     return {check: (counts[check], vital[check]) for check in sorted(counts)}
-
-
-def known_faults() -> list[str]:
-    """Names of all faults, those of the suite itself last."""
-    return [fault.name for fault in FAULTS] + [fault.name for fault in SUITE_FAULTS]

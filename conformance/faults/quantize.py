@@ -59,9 +59,9 @@ class OneBlockAnOctaveHigh(Faulty):
     """One stored exponent too high by one; codes unchanged."""
 
     def quantize(self, o: Any, positions: Any, cos_sin_cache: Any, *, config: CaseConfig) -> QuantizedActivation:
-        """In the last group's block 9 of the middle token."""
+        """In block 9 of the last group, of a token in the middle."""
         x = super().quantize(o, positions, cos_sin_cache, config=config)
-        token = len(x.scale) // 2
+        token = 2 * len(x.scale) // 3
         if x.scale.dtype == torch.int32:
             x.scale[token, -1, 2] += 1 << 8  # byte 1 of word 2: block 9
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -14,10 +14,10 @@ import torch
 from conformance import stages
 from conformance.case import Case
 from conformance.compare import Comparison
-from conformance.faults.anti_vacuity import NanFilled
+from conformance.faults.anti_vacuity import vacuous
 from conformance.faults.quantize import OneBlockAnOctaveHigh
+from conformance.faults.registry import fp8, many_ranks
 from conformance.judge import FAIL, PASS, Verdict
-from oproj.arch import get_arch
 
 GLOBAL_GATE = 1e-3
 
@@ -66,17 +66,20 @@ class SuiteFault:
     change: str
     source: str
     patch: Callable[[], AbstractContextManager[None]]
-    wrong: Callable[[Any], Any]
-    oracle: str  # where the wrong implementation must fail
+    wrong: Callable[[Case], Any]
+    judged: tuple[str, str]  # stage and oracle where the wrong implementation must fail
     check: str  # of the suite's self-test that sees it
+    fits: Callable[[Case], bool]
     stage: str = "report"
 
 
 SUITE_FAULTS: tuple[SuiteFault, ...] = (
     SuiteFault("report-nan-pass", "the gate asks whether error > tol, and NaN says no",
-               "numpy/numpy#8145", nan_passes, NanFilled, "bound", "anti-vacuity: NaN"),
+               "numpy/numpy#8145", nan_passes, lambda case: vacuous("nan", "reduce", case), ("reduce", "bound"),
+               "self-test/anti-vacuity", many_ranks),
     SuiteFault("report-dilute", "one global number over all tokens",
-               "anthony-chaudhary/fak#4267", one_number, OneBlockAnOctaveHigh, "bound", "zoo: one-block-octave"),
+               "anthony-chaudhary/fak#4267", one_number, lambda case: OneBlockAnOctaveHigh(case.arch),
+               ("quantize", "bound"), "self-test/kill-matrix", fp8),
 )  # fmt: skip
 
 
@@ -90,8 +93,7 @@ def self_test_fails(fault: SuiteFault, case: Case, *, broken: bool = True) -> bo
 
     ``broken=False`` runs the unbroken suite, where the answer must be no.
     """
-    implementation = fault.wrong(get_arch(case.arch))
-    with fault.patch() if broken else mock.patch.object(stages, "FAIL", stages.FAIL):
-        results = stages.run_stages(case, implementation)
-    judged = [r for r in results if r.oracle == fault.oracle and r.stage == "quantize"]
-    return any(result.verdict.status != FAIL for result in judged)
+    with fault.patch() if broken else nullcontext():
+        results = stages.run_stages(case, fault.wrong(case))
+    judged = [r for r in results if (r.stage, r.oracle) == fault.judged]
+    return not judged or any(result.verdict.status != FAIL for result in judged)
