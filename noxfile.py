@@ -96,14 +96,6 @@ def conformance(session: nox.Session) -> None:
 
 
 @nox.session
-def faults(session: nox.Session) -> None:
-    """The kill matrix: every known fault on every architecture, the check that sees it, and what no check may flag."""
-    install(session, "-e", ".")
-    archs = default(session, "--arch", ",".join(SESSION_OF_MAJOR.values()))
-    oproj(session, "faults", *archs, *session.posargs)
-
-
-@nox.session
 def sm90(session: nox.Session) -> None:
     """Hopper: the real DeepGEMM against the software engine and float64; needs the GPU."""
     on_gpu(session, "sm90")

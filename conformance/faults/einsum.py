@@ -122,10 +122,12 @@ class NeverPromoted(Faulty):
         step = self.step or depth
         total = np.zeros((len(a), len(b)), np.float32)
         for k in range(0, depth, step):
-            codes, columns = slice(k, k + step), slice(k // block, (k + step) // block)
+            codes = slice(k, k + step)
             part = np.zeros_like(total)
-            parts = [np.ascontiguousarray(t) for t in (a[:, codes], a_scales[:, columns], b[:, codes])]
-            gemm.matmul(row, *parts, np.ascontiguousarray(b_scales[:, columns]), block, part)
+            columns = slice(k // block, (k + step) // block)
+            x, x_scales = (np.ascontiguousarray(t) for t in (a[:, codes], a_scales[:, columns]))
+            w, w_scales = (np.ascontiguousarray(t) for t in (b[:, codes], b_scales[:, columns]))
+            gemm.matmul(row, x, x_scales, w, w_scales, block, part)
             total += part
         return torch.from_numpy(total).bfloat16()
 

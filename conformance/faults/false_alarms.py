@@ -10,10 +10,10 @@ import json
 import multiprocessing
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import typer
 from rich.console import Console
@@ -27,6 +27,7 @@ from conformance.faults.variants import VARIANTS, Variant
 from conformance.terminal import FAILED, NOTHING_COMPARED, PASSED
 from reports.files import write_text
 
+T = TypeVar("T")
 _PRESETS = ("v4-flash", "v4-flash-base", "v4-pro", "v4.1-flash")
 _TOKENS = (1, 2, 3, 4, 5, 7, 8, 9)
 _BATCH = 50  # Cases of one task
@@ -45,30 +46,26 @@ def small_case(number: int, seed: int) -> Case:
     """Case ``number``: two groups at most, the narrowest columns, K of a group whole; architectures in turn."""
     draw = Stream(seed, "false alarms", number)
 
-    def pick(what: str, options: tuple) -> object:
+    def pick(what: str, options: Sequence[T]) -> T:
         return options[int(draw.below(what, len(options), (1,))[0])]
 
-    tp_size = pick("tp", (1, 2, 4, 8))
-    tokens, groups = pick("tokens", _TOKENS), pick("groups", (1, 1, 2))
-    heads = groups * 8  # type: ignore[operator]
-    preset = pick("preset", _PRESETS)
-    arch = ALL[number % len(ALL)]
+    tp_size, groups = pick("tp", (1, 2, 4, 8)), pick("groups", (1, 1, 2))
+    preset, arch = pick("preset", _PRESETS), ALL[number % len(ALL)]
     bf16 = preset == "v4.1-flash" and arch != "sm100"
-    return Case(  # type: ignore[arg-type]
+    return Case(
         arch=arch,
         preset=preset,
-        tokens=tokens,
+        tokens=pick("tokens", _TOKENS),
         hidden_size=128,
         n_groups=groups * tp_size,
-        # packed scales of wo_b are read four blocks at a time
-        o_lora_rank=pick("rank", (512,) if groups == 1 else (256, 512)),
+        o_lora_rank=512 if groups == 1 else pick("rank", (256, 512)),  # wo_b reads packed scales of 512 at a time
         tp_size=tp_size,
-        tp_rank=pick("rank of tp", tuple(range(tp_size))),  # type: ignore[call-overload]
+        tp_rank=pick("tp rank", range(tp_size)),
         family=pick("family", tuple(FAMILIES)),
         seed=seed + number,
         position_family=pick("positions", POSITION_FAMILIES),
         rope_kind=pick("rope", ROPE_KINDS),
-        padded_heads=pick("padded", (0, heads, heads + 8)),
+        padded_heads=pick("padded", (0, groups * 8, groups * 8 + 8)),
         padding_slots=0 if bf16 else pick("slots", (0, 0, 1)),
     )
 
