@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from conformance.case import Case
-from conformance.grid import Grid
+from conformance.strategies import profile_cases
 
 EXAMPLES = 60
-_PRESETS = ("v4-flash", "v4.1-flash", "v4-flash-base", "v4-pro")
 
 
 def ci_cases(arch: str, examples: int = EXAMPLES) -> list[Case]:
     """The first ``examples`` Cases of the profile on ``arch``."""
-    cases = list(Grid(archs=(arch,), presets=_PRESETS, tokens=(5, 3), examples=4).cases())
-    order = sorted(range(len(cases)), key=lambda n: (n * 7919) % len(cases))  # presets and sizes in turn
-    return [cases[n] for n in order][:examples]
+    return profile_cases("ci", arch, examples)
