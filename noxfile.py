@@ -122,10 +122,12 @@ def tests(session: nox.Session) -> None:
 
 @nox.session
 def independent(session: nox.Session) -> None:
-    """A million random fused sums of every instruction row against PyPI's mmasim, an independent model."""
+    """A million random sums of every row against PyPI's mmasim and, with the bounds, against exact integers; a million
+    blocks of right quantisers against the attainable codes."""
     install(session, "-e", ".[dev]")
-    sums = {"OPROJ_INDEPENDENT_SUMS": str(2**20)}
-    session.run("python", "-m", "pytest", "tests/test_mmasim.py", *session.posargs, env=sums)
+    many = {"OPROJ_INDEPENDENT_SUMS": str(2**20), "OPROJ_INDEPENDENT_BLOCKS": str(10**6)}
+    files = [f"tests/test_{name}.py" for name in ("mmasim", "bounds_many", "attainable")]
+    session.run("python", "-m", "pytest", *files, *session.posargs, env=many)
 
 
 @nox.session
