@@ -122,8 +122,7 @@ def tests(session: nox.Session) -> None:
 
 @nox.session
 def independent(session: nox.Session) -> None:
-    """A million random sums of every row against PyPI's mmasim and, with the bounds, against exact integers; a million
-    blocks of right quantisers against the attainable codes."""
+    """A million sums of every row against PyPI's mmasim and exact integers; a million blocks against attainable codes."""
     install(session, "-e", ".[dev]")
     many = {"OPROJ_INDEPENDENT_SUMS": str(2**20), "OPROJ_INDEPENDENT_BLOCKS": str(10**6)}
     files = [f"tests/test_{name}.py" for name in ("mmasim", "bounds_many", "attainable")]
