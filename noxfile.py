@@ -122,7 +122,7 @@ def tests(session: nox.Session) -> None:
 
 @nox.session
 def independent(session: nox.Session) -> None:
-    """A million sums of every row against PyPI's mmasim and exact integers; a million blocks against attainable codes."""
+    """A million sums of every row against PyPI's mmasim and exact integers, and a million blocks of codes."""
     install(session, "-e", ".[dev]")
     many = {"OPROJ_INDEPENDENT_SUMS": str(2**20), "OPROJ_INDEPENDENT_BLOCKS": str(10**6)}
     files = [f"tests/test_{name}.py" for name in ("mmasim", "bounds_many", "attainable")]
