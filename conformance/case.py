@@ -17,6 +17,7 @@ ROPE_KINDS = ("plain", "yarn")
 VARIANTS = ("fma_cos", "mul_mul_add")
 WO_A_DTYPES = ("fp8", "bf16")
 _ID_LENGTH = 12
+PACKED_K = 512  # K of wo_b that four packed scales of 128 cover
 _COLUMN_STEP = 128  # rows of one FP8 weight block; columns shrink by whole blocks
 
 
@@ -177,6 +178,11 @@ def _check_sizes(case: Case) -> None:
             f"{case.n_groups * preset.heads_per_group} for n_groups={case.n_groups}; K of a group is never shrunk"
         )
     config = case.config  # raises where tp_size does not divide, or tp_rank is outside
+    if get_arch(case.arch).tma_aligned_scales and config.wo_b_k % PACKED_K:
+        raise ValueError(
+            f"o_lora_rank={case.o_lora_rank} with {config.n_groups} local groups gives wo_b a K of {config.wo_b_k}; "
+            f"packed scales of {case.arch} need a multiple of {PACKED_K}"
+        )
     if case.padded_heads and case.padded_heads < config.n_heads:
         raise ValueError(f"padded_heads={case.padded_heads} must be 0 or at least the {config.n_heads} local heads")
     _check_quant_group_size(case, preset)

@@ -17,10 +17,14 @@ PASS, FAIL, NOT_APPLICABLE, SKIPPED = "pass", "fail", "not applicable", "skipped
 
 @dataclass(frozen=True)
 class Verdict:
-    """'pass', 'fail', 'not applicable' or 'skipped', and the reason where it is not a pass."""
+    """'pass', 'fail', 'not applicable' or 'skipped', and the reason where it is not a pass.
+
+    ``checks``: of a failed ``exact`` row, the properties that do not hold.
+    """
 
     status: str
     reason: str = ""
+    checks: tuple[str, ...] = ()
 
 
 def judge(comparison: Comparison, oracle: str, *, expected: int) -> Verdict:

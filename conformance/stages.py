@@ -9,6 +9,7 @@ implementation that writes into its arguments fails and cannot move what it is c
 from __future__ import annotations
 
 import dataclasses
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -19,15 +20,17 @@ import torch
 
 from conformance import bounds
 from conformance.attainable import compare_attainable
-from conformance.case import Case
+from conformance.case import Case, CaseConfig
 from conformance.compare import Comparison, compare_bits, compare_values, layout_problem, merge
-from conformance.families import Stream
-from conformance.implementation import Implementation, inherits, is_the_model
+from conformance.exact import judge_properties
+from conformance.implementation import METHODS, Implementation, inherits, is_the_model
 from conformance.inputs import build, duplicate, move
 from conformance.judge import FAIL, NOT_APPLICABLE, Verdict, judge
 from conformance.operands import NotApplicable
+from conformance.properties import plain_scales
+from conformance.properties_products import partials_of
 from conformance.truth import Truth
-from oproj.activation import QuantizedActivation, empty_scales, empty_values, scale_columns, unpack_ue8m0
+from oproj.activation import QuantizedActivation, empty_scales, empty_values, scale_columns
 
 CPU = torch.device("cpu")
 ITSELF = "the software engine is the model itself"
@@ -88,7 +91,7 @@ class _Bench:
         x, problem = self.call("quantize", o=here.o, positions=here.positions, cos_sin_cache=here.cos_sin_cache)
         problem = problem or self.activation_problem(x)
         if problem or x is None:
-            return truth.model_x, _failed(problem, "bits", "attainable", "bound")
+            return truth.model_x, _failed(problem, "bits", "exact", "attainable", "bound")
         return x, self.judge_quantize(x)
 
     def judge_quantize(self, x: QuantizedActivation) -> Iterator[_Figures]:
@@ -99,9 +102,14 @@ class _Bench:
             elements + scales,
             lambda: merge(
                 [compare_bits(x.data, truth.model_x.data, "codes")]
-                + ([compare_bits(_plain(x.scale), _plain(truth.model_x.scale), "scales")] if truth.fp8 else [])
+                + (
+                    [compare_bits(plain_scales(x.scale), plain_scales(truth.model_x.scale), "scales")]
+                    if truth.fp8
+                    else []
+                )
             ),
         )
+        yield self.exact("quantize", x)
         if truth.fp8:
             comparison = compare_attainable(x, truth, self.implementation) if elements else Comparison()
             yield (
@@ -125,7 +133,7 @@ class _Bench:
         tokens, config = self.case.tokens, self.config
         problem = problem or layout_problem("z", z, _bf16(tokens, config.n_groups, config.o_lora_rank))
         if problem:
-            return self.truth.model_z(x), _failed(problem, "bits", "bound", "format")
+            return self.truth.model_z(x), _failed(problem, "bits", "exact", "bound", "format")
         return z, self.judge_wo_a(x, z)
 
     def judge_wo_a(self, x: QuantizedActivation, z: torch.Tensor) -> Iterator[_Figures]:
@@ -134,6 +142,7 @@ class _Bench:
             yield self.bits("wo_a", elements, lambda: compare_bits(z, truth.model_z(x), "z"))
         else:
             yield "bits", Comparison(), Verdict(NOT_APPLICABLE, NO_ORDER)
+        yield self.exact("wo_a", (x, z))
         yield self.bound("bound", elements, lambda: (z, truth.z_consumed(x), truth.z_bound(x, z)), "z")
         yield self.bound("format", elements, lambda: (z, truth.z, truth.z_format_bound(x, z)), "z")
 
@@ -142,11 +151,12 @@ class _Bench:
         y, problem = self.call("wo_b", z=move(z, self.device), weights=self.on_device.weights)
         problem = problem or layout_problem("y", y, _bf16(self.case.tokens, self.config.hidden_size))
         if problem:
-            yield from _failed(problem, "bits", "bound", "format")
+            yield from _failed(problem, "bits", "exact", "bound", "format")
             return
         truth, elements = self.truth, y.numel()
         codes = truth.consumed_by_wo_b(z)
         yield self.bits("wo_b", elements, lambda: compare_bits(y, truth.model_y(z), "y"))
+        yield self.exact("wo_b", (z, y))
         yield self.bound("bound", elements, lambda: (y, truth.y_consumed(codes), truth.y_bound(codes, y)), "y")
         yield self.bound(
             "format",
@@ -162,16 +172,14 @@ class _Bench:
     def reduce(self) -> Iterator[_Figures]:
         """Results of the sum over ranks, on partials of every rank that no other stage had a hand in."""
         shape = (self.case.tokens, self.config.hidden_size)
-        partials = [
-            torch.from_numpy(Stream(self.case.seed, "partials", rank).bell("y", shape)).bfloat16()
-            for rank in range(self.case.tp_size)
-        ]
+        partials = partials_of(self.case)
         y, problem = self.call("reduce", partials=[move(partial, self.device) for partial in partials])
         problem = problem or layout_problem("y", y, _bf16(*shape))
         if problem:
-            yield from _failed(problem, "bits", "bound")
+            yield from _failed(problem, "bits", "exact", "bound")
             return
         yield "bits", Comparison(), Verdict(NOT_APPLICABLE, NO_SUM_ORDER)
+        yield self.exact("reduce", y)
         stacked = torch.stack(partials).double()
         default = "fp32" if inherits(self.implementation, "reduce") else "bf16"
         kind: Any = getattr(self.implementation, "reduction", default)
@@ -186,7 +194,7 @@ class _Bench:
         )
         problem = problem or layout_problem("y", y, _bf16(self.case.tokens, self.config.hidden_size))
         if problem:
-            yield from _failed(problem, "bits", "format")
+            yield from _failed(problem, "bits", "exact", "format")
             return
         if truth.fp8:
             yield self.bits(
@@ -194,6 +202,7 @@ class _Bench:
             )
         else:
             yield "bits", Comparison(), Verdict(NOT_APPLICABLE, NO_ORDER)
+        yield self.exact("o_proj", y)
         if not inherits(self.implementation, "o_proj"):
             x, z = truth.model_x, truth.model_z(truth.model_x)
         yield self.bound("format", y.numel(), lambda: (y, truth.y_of(truth.z), self.chain_bound(x, z, y)), "y")
@@ -211,7 +220,17 @@ class _Bench:
         if is_the_model(self.implementation, stage):
             return "bits", Comparison(), Verdict(NOT_APPLICABLE, ITSELF)
         comparison = compare()
+        if stage not in getattr(self.implementation, "bitwise", METHODS):
+            return (
+                "bits",
+                comparison,
+                Verdict(NOT_APPLICABLE, f"{self.implementation.name} promises no bits of {stage}"),
+            )
         return "bits", comparison, judge(comparison, "bits", expected=expected)
+
+    def exact(self, stage: str, given: Any) -> _Figures:
+        """The properties that hold bit for bit; ``given``: the stage's results, see `conformance.exact`."""
+        return "exact", *judge_properties(self, stage, given)
 
     def bound(
         self,
@@ -239,11 +258,16 @@ class _Bench:
 
     # Calls
 
-    def call(self, stage: str, **arguments: Any) -> tuple[Any, str]:
-        """What the implementation makes of copies of ``arguments``, on the CPU in its own storage; or why nothing."""
-        given = {name: _copied(value) for name, value in arguments.items()}
+    def call(
+        self, stage: str, *, config: CaseConfig | None = None, share_above: int = sys.maxsize, **arguments: Any
+    ) -> tuple[Any, str]:
+        """What the implementation makes of copies of ``arguments``, on the CPU in its own storage; or why nothing.
+
+        Tensors of more than ``share_above`` bytes are not copied: only for calls after one that wrote into none.
+        """
+        given = {name: _copied(value, share_above) for name, value in arguments.items()}
         try:
-            got = getattr(self.implementation, stage)(*given.values(), config=self.config)
+            got = getattr(self.implementation, stage)(*given.values(), config=config or self.config)
             result = _activation(got) if stage == "quantize" else _on_cpu(got)
         except KeyboardInterrupt:
             raise
@@ -252,7 +276,7 @@ class _Bench:
             place = f"{where.filename.rpartition('/')[2]}:{where.lineno}"
             return None, _printable(f"{stage} raised {type(error).__name__} at {place}: {error}")
         pairs = zip(_tensors("", arguments), _tensors("", given), strict=True)
-        changed = [name for (name, before), (_, after) in pairs if not torch.equal(_storage(before), _storage(after))]
+        changed = [name for (name, before), (_, after) in pairs if _differ(before, after)]
         if changed:
             return None, f"{stage} wrote into its argument {', '.join(changed)}"
         return result, ""
@@ -305,17 +329,21 @@ def _on_cpu(got: Any) -> Any:
     return duplicate(got.detach().resolve_neg(), CPU)
 
 
-def _copied(value: Any) -> Any:
-    """``value`` with every tensor in it duplicated where it is."""
+def _copied(value: Any, share_above: int) -> Any:
+    """``value`` with every tensor in it of up to ``share_above`` bytes duplicated where it is."""
     if isinstance(value, torch.Tensor):
-        return duplicate(value, value.device)
+        return value if value.untyped_storage().nbytes() > share_above else duplicate(value, value.device)
     if isinstance(value, list):
-        return [_copied(part) for part in value]
+        return [_copied(part, share_above) for part in value]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return dataclasses.replace(
-            value, **{f.name: _copied(getattr(value, f.name)) for f in dataclasses.fields(value)}
-        )
+        parts = {f.name: _copied(getattr(value, f.name), share_above) for f in dataclasses.fields(value)}
+        return dataclasses.replace(value, **parts)
     return value
+
+
+def _differ(before: torch.Tensor, after: torch.Tensor) -> bool:
+    """Whether the storages of a tensor and of its copy hold other bytes."""
+    return before is not after and not torch.equal(_storage(before), _storage(after))
 
 
 def _tensors(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -345,8 +373,3 @@ def _printable(text: str) -> str:
 def _bf16(*shape: int) -> torch.Tensor:
     """A tensor without storage of its own that says which shape and dtype are right."""
     return torch.empty(shape, dtype=torch.bfloat16, device="meta")
-
-
-def _plain(scale: torch.Tensor) -> torch.Tensor:
-    """Scales with one element per block: FP32, or UE8M0 bytes of packed words."""
-    return unpack_ue8m0(scale) if scale.dtype == torch.int32 else scale

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import seed as seeded
 from hypothesis import strategies as st
 
-from conformance.case import POSITION_FAMILIES, ROPE_KINDS, VARIANTS, WO_A_DTYPES, Case
+from conformance.case import PACKED_K, POSITION_FAMILIES, ROPE_KINDS, VARIANTS, WO_A_DTYPES, Case
 from conformance.families import FAMILIES
 from conformance.grid import ARCHS
 from oproj.arch import get_arch
@@ -74,7 +74,8 @@ def cases(
     groups = fixed.get("n_groups", local * tp_size)
     served = preset.fp8_wo_a(row)
     wo_a_dtype = field("wo_a_dtype", st.sampled_from(WO_A_DTYPES if served else WO_A_DTYPES[1:]))
-    rank, hidden, tokens = _sizes(field, preset, groups // tp_size, max_macs, most_tokens, real_widths)
+    ranks = [n for n in _RANKS if not row.tma_aligned_scales or groups // tp_size * n % PACKED_K == 0]
+    rank, hidden, tokens = _sizes(field, preset, groups // tp_size, ranks, max_macs, most_tokens, real_widths)
     heads = groups // tp_size * preset.heads_per_group
     return Case(
         arch=arch,
@@ -104,7 +105,13 @@ def _group_sizes(preset: Any, row: Any, wo_a_dtype: str) -> tuple[int, ...]:
 
 
 def _sizes(
-    field: Any, preset: Any, local_groups: int, max_macs: int, most_tokens: int, real_widths: bool
+    field: Any,
+    preset: Any,
+    local_groups: int,
+    ranks: list[int],
+    max_macs: int,
+    most_tokens: int,
+    real_widths: bool,
 ) -> tuple[int, int, int]:
     """(o_lora_rank, hidden, tokens) within the budget: widths first, then as many tokens as they leave."""
 
@@ -112,7 +119,7 @@ def _sizes(
         return tokens * local_groups * rank * (preset.group_k + hidden) <= max_macs
 
     widest = (*_HIDDEN, preset.hidden_size) if real_widths else _HIDDEN
-    rank = field("o_lora_rank", st.sampled_from([n for n in _RANKS if n == _RANKS[0] or fits(n, _HIDDEN[-1], 4)]))
+    rank = field("o_lora_rank", st.sampled_from([n for n in ranks if n == ranks[0] or fits(n, _HIDDEN[-1], 4)]))
     hidden = field("hidden_size", st.sampled_from([n for n in widest if n == widest[0] or fits(rank, n, 1)]))
     within = [n for n in TOKENS if n <= most_tokens and fits(rank, hidden, n)]
     return rank, hidden, field("tokens", st.sampled_from(within or [1]))
@@ -152,7 +159,11 @@ def _drawn(strategy: st.SearchStrategy[Case], name: str) -> list[Case]:
 
     @seeded(int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little"))
     @settings(
-        max_examples=_ROUND, database=None, phases=[Phase.generate], deadline=None, suppress_health_check=HealthCheck
+        max_examples=_ROUND,
+        database=None,
+        phases=[Phase.generate],
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
     )
     @given(strategy)
     def collect(case: Case) -> None:

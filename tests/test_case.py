@@ -33,7 +33,7 @@ def cases(draw: st.DrawFn) -> Case:
         draw(st.integers(0, 2**40)),
         hidden_size=128 * draw(st.integers(1, 60)),
         n_groups=groups,
-        o_lora_rank=128 * draw(st.integers(1, 8)),
+        o_lora_rank=draw(st.integers(1, 2)) * 512 if packed else 128 * draw(st.integers(1, 8)),
         tp_size=tp,
         tp_rank=draw(st.integers(0, tp - 1)),
         wo_a_dtype=dtype,
@@ -132,3 +132,9 @@ def test_foreign_json_is_refused_by_name(edit: Any, message: str) -> None:
         Case.from_json(json.dumps(edit(fields)))
     with pytest.raises(ValueError, match="not JSON"):
         Case.from_json(json.dumps(fields)[:-1])
+
+
+def test_a_k_of_wo_b_that_does_not_fill_packed_words_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"o_lora_rank=128 with 2 local groups gives wo_b a K of 256; .* sm100 .* 512"):
+        Case("sm100", "v4-flash", 1, n_groups=4, tp_size=2, o_lora_rank=128)
+    assert Case("sm90", "v4-flash", 1, n_groups=4, tp_size=2, o_lora_rank=128).macs

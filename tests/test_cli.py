@@ -165,7 +165,7 @@ def test_report_prints_each_format_and_writes_the_page(finished: Path, tmp_path:
     assert "<html" in page.read_text(encoding="utf-8")
     assert oproj("report", finished, "--format", "md").output.startswith("| arch |")
     lines = oproj("report", finished, "--format", "csv").output.splitlines()
-    assert lines[0].startswith("arch,stage,oracle") and len(lines) == 1 + 2 * 13
+    assert lines[0].startswith("arch,stage,oracle") and len(lines) == 1 + 2 * 18
     assert oproj("report", finished, "--format", "xml").exit_code == 2
 
 

@@ -21,7 +21,6 @@ from conformance.faults.cases import EXAMPLES, ci_cases
 from conformance.faults.registry import Fault, get_faults
 from conformance.faults.reports import SUITE_FAULTS, SuiteFault, diluting, self_test_fails
 from conformance.faults.variants import VARIANTS
-from conformance.implementation import METHODS
 from conformance.judge import FAIL
 from conformance.stages import StageResult, run_stages
 
@@ -64,17 +63,15 @@ class Alarm:
     alarms: tuple[str, ...] = field(default=())
 
 
-def check_of(result: StageResult) -> Check:
-    """'stage/oracle', or 'stage/property' where an exact property failed."""
-    return f"{result.stage}/{getattr(result, 'check', '') or result.oracle}"
+def checks_of(result: StageResult) -> tuple[Check, ...]:
+    """'stage/oracle', or 'stage/property' of each exact property that failed."""
+    return tuple(f"{result.stage}/{name}" for name in result.verdict.checks or (result.oracle,))
 
 
 def failed_checks(case: Case, implementation: object) -> tuple[Check, ...]:
     """The checks that fail, each once, in the order of the stages."""
-    results = run_stages(case, implementation)  # type: ignore[arg-type]
-    promised = getattr(implementation, "bitwise", METHODS)
-    failed = [r for r in results if r.verdict.status == FAIL and (r.oracle != "bits" or r.stage in promised)]
-    return tuple(dict.fromkeys(map(check_of, failed)))
+    failed = [r for r in run_stages(case, implementation) if r.verdict.status == FAIL]  # type: ignore[arg-type]
+    return tuple(dict.fromkeys(check for result in failed for check in checks_of(result)))
 
 
 def kill(fault: Fault, arch: str, cases: Sequence[Case], *, thorough: bool = True) -> Kill:
