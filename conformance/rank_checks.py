@@ -70,12 +70,16 @@ class RankChecks:
         yield "ranks", self._timed("wo_a", "bits", self.same_z)
         yield "ranks", self._timed("wo_b", "bits", self.same_partials)
         for (collective, kind), y in self.found.y.items():
-            variant, whole = f"{collective} {kind}", self._whole(collective, y)
-            yield variant, self._reduce_bits(collective, kind, whole)
-            if collective != "reduce_scatter" or self.case.tokens % self.tp_size:
-                yield variant, self._timed("reduce", "exact", lambda c=collective, y=y: self.agreement(c, y))
-            yield variant, self._timed("reduce", "bound", lambda k=kind, y=whole: self.sum_bound(k, y))
-            yield variant, self._timed("o_proj", "bound", lambda k=kind, y=whole: self.block_bound(k, y))
+            for result in self._of_sum(collective, kind, y):
+                yield f"{collective} {kind}", result
+
+    def _of_sum(self, collective: str, kind: Any, y: list[torch.Tensor]) -> Iterator[StageResult]:
+        whole = torch.cat(y)[: self.case.tokens] if collective == "reduce_scatter" else y[0]
+        yield self._reduce_bits(collective, kind, whole)
+        if collective != "reduce_scatter" or self.case.tokens % self.tp_size:
+            yield self._timed("reduce", "exact", lambda: self.agreement(collective, y))
+        yield self._timed("reduce", "bound", lambda: self.sum_bound(kind, whole))
+        yield self._timed("o_proj", "bound", lambda: self.block_bound(kind, whole))
 
     def same_z(self) -> tuple[Comparison, int]:
         """z of the ranks against z of every TP size, 1 included: column-parallel wo_a does not know of ranks."""
@@ -126,9 +130,6 @@ class RankChecks:
                 limits.append(bounds.gemm_bound(truth.arch, *operands, output="fp32", gran_k=WO_B_GROUP))
             self._ends = exact, torch.stack(limits)
         return self._ends
-
-    def _whole(self, collective: str, y: list[torch.Tensor]) -> torch.Tensor:
-        return torch.cat(y)[: self.case.tokens] if collective == "reduce_scatter" else y[0]
 
     def _reduce_bits(self, collective: str, kind: Any, y: torch.Tensor) -> StageResult:
         def against_simulated() -> tuple[Comparison, int]:

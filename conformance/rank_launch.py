@@ -24,16 +24,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from conformance.rank_worker import Gathered, Plan, Rank
+from conformance.rank_worker import Gathered, Plan, Rank, RankFailure
 
 STARTS, STEP_BYTES = "starting", 64
 PEER_LOST = 70  # exit code of a rank whose collective failed: another rank is the cause
 _POLL, _SETTLE, _GRACE = 0.05, 2.0, 15.0  # seconds: between looks, for others to end, beyond the time limit
 Then = Callable[[list[Gathered]], None]
-
-
-class RankFailure(RuntimeError):
-    """A rank died, raised or hung; the message names it and its step."""
 
 
 class _Progress:

@@ -32,12 +32,17 @@ DEATH_CODE = 9
 Mark = Callable[[str], None]
 
 
+class RankFailure(RuntimeError):
+    """A rank died, raised or hung; the message names it."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """A run of ``tp_size`` ranks over ``cases`` (rank 0 of each, all of one TP size).
 
     ``kinds`` are of `oproj.wo_b.reduce_partials`, ``collectives`` of `SUMS`; ``timeout``: seconds for the whole run.
-    ``fault``: one of `FAULTS`, planted in the real ranks ('' for none). Raises ``ValueError`` that names the argument.
+    ``faults``: every Case is run once with each of these planted in the real ranks, of `FAULTS` or '' for none. Raises
+    ``ValueError`` that names the argument.
     """
 
     cases: tuple[Case, ...]
@@ -45,7 +50,7 @@ class Plan:
     kinds: tuple[Any, ...] = SUM_KINDS
     collectives: tuple[str, ...] = ("all_reduce", ORDERED)
     timeout: float = 300.0
-    fault: str = ""
+    faults: tuple[str, ...] = ("",)
 
     def __post_init__(self) -> None:
         choices = (("backend", (self.backend,), BACKENDS), ("reduction", self.kinds, SUM_KINDS))
@@ -56,20 +61,28 @@ class Plan:
             raise ValueError("cases must be one or more, all of one tp_size")
         if not self.timeout > 0:
             raise ValueError(f"timeout={self.timeout} must be positive seconds")
-        self._check_fault()
+        if not self.faults:
+            raise ValueError("faults=() runs nothing; '' stands for no fault")
+        for fault in self.faults:
+            self._check_fault(fault)
 
-    def _check_fault(self) -> None:
-        if self.fault and self.fault not in FAULTS:
-            raise ValueError(f"fault={self.fault!r} is unknown; known: {', '.join(FAULTS)}")
-        if self.fault in FAULTS[:4] and self.tp_size < 2:
-            raise ValueError(f"fault={self.fault!r} needs 2 ranks or more, tp={self.tp_size}")
-        if self.fault == RING and (self.tp_size < 3 or "fp32" not in self.kinds):
+    def _check_fault(self, fault: str) -> None:
+        if fault and fault not in FAULTS:
+            raise ValueError(f"fault={fault!r} is unknown; known: {', '.join(FAULTS)}")
+        if fault in FAULTS[:4] and self.tp_size < 2:
+            raise ValueError(f"fault={fault!r} needs 2 ranks or more, tp={self.tp_size}")
+        if fault == RING and (self.tp_size < 3 or "fp32" not in self.kinds):
             raise ValueError(f"fault={RING!r} needs 3 ranks or more and the fp32 sum: two BF16 words have one sum")
 
     @property
     def tp_size(self) -> int:
         """How many ranks there are."""
         return self.cases[0].tp_size
+
+    @property
+    def runs(self) -> list[tuple[str, Case]]:
+        """Every (fault, Case of rank 0) in the order of the run."""
+        return [(fault, case) for fault in self.faults for case in self.cases]
 
     @property
     def sums(self) -> list[tuple[str, Any]]:
@@ -96,12 +109,14 @@ class Rank:
     def __init__(self, plan: Plan, device: torch.device, deadline: float, mark: Mark) -> None:
         self.plan, self.device, self.deadline, self.mark = plan, device, deadline, mark
         self.rank, self.last = dist.get_rank(), plan.tp_size - 1
+        self.fault = ""
         self.group: Any = dist.group.WORLD
         self.side: Any = self.group if plan.backend == "gloo" else dist.new_group(backend="gloo")
 
     def run(self) -> Iterator[Gathered]:
-        """Every Case of the plan, the same on every rank."""
-        for case in self.plan.cases:
+        """Every run of the plan, the same on every rank."""
+        for fault, case in self.plan.runs:
+            self.fault = fault
             yield self.case(dataclasses.replace(case, tp_rank=self.rank))
 
     def case(self, case: Case) -> Gathered:
@@ -129,14 +144,14 @@ class Rank:
 
     def _sum(self, local: Callable[..., torch.Tensor], z: torch.Tensor, collective: str, kind: Any) -> torch.Tensor:
         faulty = self._planted(local, kind)
-        used = "bf16" if self.plan.fault == RING else kind
+        used: Any = "bf16" if self.fault == RING else kind
         if collective == ORDERED:
             return reduce_partials(self._all(faulty(z.flatten(1)).cpu()), used)
         return RowParallelWoB(faulty, group=self.group, kind=used, collective=collective)(z.flatten(1))
 
     def _planted(self, local: Callable[..., torch.Tensor], kind: Any) -> Callable[..., torch.Tensor]:
         """``local`` with the plan's fault in what this rank hands to the sum."""
-        fault = self.plan.fault
+        fault = self.fault
         if fault == REPLICATED:  # its y is whole already, and is summed once more
             return lambda z: all_reduce(local(z), self.group, kind)
         if fault in (TWICE, MISSING_RANK) and self.rank == self.last:
@@ -148,15 +163,18 @@ class Rank:
     def _end_or_hang(self) -> None:
         if self.rank != self.last:
             return
-        if self.plan.fault == DIES:
+        if self.fault == DIES:
             os._exit(DEATH_CODE)
-        while self.plan.fault == HANGS:
+        while self.fault == HANGS:
             time.sleep(1)
 
     def _meet(self) -> None:
         """Wait for all ranks; who does not come in time is named in the error."""
         left = timedelta(seconds=max(1.0, self.deadline - time.monotonic()))
-        dist.monitored_barrier(self.side, timeout=left, wait_all_ranks=True)
+        try:
+            dist.monitored_barrier(self.side, timeout=left, wait_all_ranks=True)
+        except RuntimeError as error:
+            raise RankFailure(f"not all ranks came within {self.plan.timeout:g} s: {error}") from error
 
     def _all(self, mine: torch.Tensor) -> list[torch.Tensor]:
         """This tensor (BF16, CPU) of every rank, bit for bit."""

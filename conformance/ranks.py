@@ -11,7 +11,7 @@ import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -20,8 +20,8 @@ from conformance.case import PACKED_K, Case
 from conformance.families import FAMILIES
 from conformance.implementation import SoftwareImplementation
 from conformance.rank_checks import RankChecks
-from conformance.rank_launch import RankFailure, launch, work
-from conformance.rank_worker import BACKENDS, FAULTS, ORDERED, Gathered, Plan
+from conformance.rank_launch import launch, work
+from conformance.rank_worker import BACKENDS, FAULTS, ORDERED, Gathered, Plan, RankFailure
 from conformance.runner import Row, Run, _row
 from conformance.terminal import FAILED, PASSED, guarded, integers, say, split, stop, verdict_code
 from oproj.arch import ARCHS, get_arch
@@ -41,7 +41,8 @@ def make_case(arch: str, preset: str, tp_size: int, tokens: int, *, family: str,
 
     Raises ``ValueError`` that names the argument where ``tp_size`` does not divide the model.
     """
-    model, sizes = get_preset(preset), {}
+    model = get_preset(preset)
+    sizes: dict[str, Any] = {}
     model.shard(tp_size)
     if not full:
         groups = min(max(_MOST_RANKS_SHOWN, tp_size), model.n_groups)
@@ -63,15 +64,14 @@ class Judge:
 
     def __call__(self, found: list[Gathered]) -> None:
         """Write the rows of what all ranks made of each Case."""
-        remove_parts(self.folder)
         with RowWriter(self.folder, self.run.run_id) as writer:
-            for case, gathered in zip(self.plan.cases, found, strict=True):
-                writer.extend(self.rows(case, gathered))
+            for (fault, case), gathered in zip(self.plan.runs, found, strict=True):
+                writer.extend(self.rows(fault, case, gathered))
 
-    def rows(self, case: Case, found: Gathered) -> list[Row]:
-        """Rows of one Case; their variant says what was summed and how."""
+    def rows(self, fault: str, case: Case, found: Gathered) -> list[Row]:
+        """Rows of one run of a Case; their variant says what was summed and how, their implementation the fault."""
         implementation = SoftwareImplementation(case.arch)
-        implementation.name = f"{NAME} with {self.plan.fault}" if self.plan.fault else NAME
+        implementation.name = f"{NAME} with {fault}" if fault else NAME
         results = RankChecks(case, found).results()
         backend = self.plan.backend
         return [
@@ -93,6 +93,7 @@ def check_hardware(plan: Plan) -> None:
 def run_plan(plan: Plan, folder: Path, run: Run) -> None:
     """Run ``plan`` on new processes of this machine and write its rows into ``folder``. Raises as `launch` does."""
     check_hardware(plan)
+    _clear(folder)
     launch(plan, Judge(plan, run, folder))
 
 
@@ -102,8 +103,16 @@ def run_as_rank(plan: Plan, folder: Path, run: Run) -> int:
     if world != plan.tp_size:
         raise ValueError(f"tp={plan.tp_size} must be the number of processes, and torchrun started {world}")
     check_hardware(plan)
+    if rank == 0:
+        _clear(folder)
     work(plan, rank, "env://", partial(_say_step, rank), Judge(plan, run, folder))
     return _shown(folder) if rank == 0 else PASSED
+
+
+def _clear(folder: Path) -> None:
+    """An empty folder of rows, so that those of an earlier run are not taken for those of one that failed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    remove_parts(folder)
 
 
 def _say_step(rank: int, step: str) -> None:
@@ -114,12 +123,16 @@ def _say_step(rank: int, step: str) -> None:
 def _shown(folder: Path) -> int:
     df = load(folder)
     print_rich(df)
-    orders = df[(df["stage"] == "reduce") & (df["oracle"] == "bits")].drop_duplicates("variant")
+    orders = df[(df["stage"] == "reduce") & (df["oracle"] == "bits") & (df["verdict"] != "fail")]
+    orders = orders[orders["reason"].str.startswith("order")].drop_duplicates("variant")
     for row in orders.to_dict("records"):
         say(f"{row['variant']}: {row['reason']}")
     failed = df[df["verdict"] == "fail"]
     for row in failed.to_dict("records"):
-        say(f"{row['variant']}: {row['stage']} {row['oracle']}: {row['reason']}", style="bold red")
+        say(
+            f"{row['implementation']}, {row['variant']}: {row['stage']} {row['oracle']}: {row['reason']}",
+            style="bold red",
+        )
     say(f"{len(df)} rows in {folder}")
     return verdict_code(df)
 
@@ -136,7 +149,9 @@ def main(
     reduction: Annotated[list[str] | None, typer.Option(help=f"Words summed: {', '.join(SUM_KINDS)}.")] = None,
     reduce_scatter: Annotated[bool, typer.Option("--reduce-scatter", help="Also scatter the rows of the sum.")] = False,
     timeout: Annotated[float, typer.Option(help="Seconds after which the run ends.")] = 300.0,
-    fault: Annotated[str, typer.Option(help=f"Planted in the real ranks: {', '.join(FAULTS)}.")] = "",
+    fault: Annotated[
+        list[str] | None, typer.Option(help=f"Planted in the real ranks, one after another: {', '.join(FAULTS)}.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(file_okay=False, help="Folder of the rows.")] = None,
 ) -> None:
     """Run the block on real tensor-parallel ranks and compare with one process and with float64."""
@@ -145,13 +160,13 @@ def main(
         counts = integers(tokens, (5,), "tokens")
         cases = tuple(make_case(arch, preset, tp, n, family=family, seed=seed, full=full) for n in counts)
         sums = ("all_reduce", *(("reduce_scatter",) if reduce_scatter else ()), ORDERED)
-        return Plan(cases, backend, split(reduction, SUM_KINDS), sums, timeout, fault)
+        return Plan(cases, backend, split(reduction, SUM_KINDS), sums, timeout, split(fault, ("",)))
 
     planned, run = guarded(plan), Run.now()
     folder = out or Path("out") / run.run_id
-    if "RANK" in os.environ:
-        raise typer.Exit(guarded(lambda: run_as_rank(planned, folder, run)))
     try:
+        if "RANK" in os.environ:
+            raise typer.Exit(guarded(lambda: run_as_rank(planned, folder, run)))
         guarded(lambda: run_plan(planned, folder, run))
     except RankFailure as failure:
         stop(FAILED, str(failure))
