@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -45,6 +46,7 @@ def simulated_sizes(case: Case) -> list[int]:
     return [n for n in case.whole.tp_sizes() if not packed or columns // n % PACKED_K == 0]
 
 
+@lru_cache(maxsize=4)
 def simulated_z(case: Case, tp_size: int) -> torch.Tensor:
     """z BF16 ``[T, G, R]`` of all ranks of a run at ``tp_size``, one after another in this process."""
     parts = []
@@ -55,13 +57,18 @@ def simulated_z(case: Case, tp_size: int) -> torch.Tensor:
     return torch.cat(parts, 1)
 
 
+@lru_cache(maxsize=1)
+def _truths(case: Case) -> list[Truth]:
+    """The truth of every rank; kept for the next run of the same Case, which differs by its fault."""
+    return [Truth(build(dataclasses.replace(case, tp_rank=rank))) for rank in range(case.tp_size)]
+
+
 class RankChecks:
     """All comparisons of one Case that ``found.z`` many ranks ran; float64 truths are made once."""
 
     def __init__(self, case: Case, found: Gathered) -> None:
         self.case, self.found, self.tp_size = case, found, case.tp_size
-        cases = [dataclasses.replace(case, tp_rank=rank) for rank in range(self.tp_size)]
-        self.truths = [Truth(build(each)) for each in cases]
+        self.truths = _truths(case)
         self.partials = torch.stack(found.partials).double()  # [TP, T, hidden]
         self._ends: tuple[torch.Tensor, torch.Tensor] | None = None
 
