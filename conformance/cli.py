@@ -25,6 +25,8 @@ from conformance.families import FAMILIES
 from conformance.grid import Grid
 from conformance.implementation import Implementation
 from conformance.runner import Row, Run, Target, run_case, run_cases
+from conformance.strategies import PROFILES as PROFILES_OF_CASES
+from conformance.strategies import ProfileCases
 from conformance.terminal import (
     BAD_INPUT,
     FAILED,
@@ -37,7 +39,7 @@ from conformance.terminal import (
     stop,
     verdict_code,
 )
-from oproj.arch import ARCHS
+from oproj.arch import ARCHS, get_arch
 from oproj.config import PRESETS
 from oproj.engines import ENGINES
 from oproj.engines.software.gemm import thread_count
@@ -66,6 +68,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 Strings = list[str] | None
+Plan = Grid | ProfileCases
 Rows = Annotated[Path, typer.Argument(metavar="DIR", help="Folder or file of rows.")]
 Engine = Annotated[str, typer.Option(help=f"Who does the arithmetic: {', '.join(ENGINES)}.")]
 Judged = Annotated[str, typer.Option(help="What to judge: package.module:Mine, path/file.py:Mine, or an entry point.")]
@@ -96,7 +99,12 @@ def run(
         ),
     ] = None,
     family: Annotated[Strings, typer.Option(help=_choice("Input families", FAMILIES))] = None,
-    examples: Annotated[int, typer.Option(min=0, help="Cases per combination; 0: about one per family.")] = 0,
+    profile: Annotated[
+        str, typer.Option(help=f"Cases that Hypothesis drew, in place of the grid: {', '.join(PROFILES_OF_CASES)}.")
+    ] = "",
+    examples: Annotated[
+        int, typer.Option(min=0, help="Cases per combination, or of a profile on each arch; 0: its own number.")
+    ] = 0,
     seed: Annotated[int, typer.Option(min=0, help="Added to the seed of every Case.")] = 0,
     full: Annotated[bool, typer.Option("--full", help="Real widths; by default groups and columns are cut.")] = False,
     implementation: Judged = "",
@@ -110,8 +118,10 @@ def run(
 ) -> None:
     """Run Cases, compare with float64 and with the bit-exact model, write and print the error tables."""
 
-    def plan() -> tuple[Grid, Target, int]:
-        chosen = _grid(arch, preset, tp, tokens, family, examples, seed, full)
+    def plan() -> tuple[Plan, Target, int]:
+        chosen: Plan = _grid(arch, preset, tp, tokens, family, examples, seed, full)
+        if profile:
+            chosen = _profile(profile, arch, examples, seed, preset or tp or tokens or family or full)
         target = _target(engine, implementation)
         # Hardware and names are asked for before anything is written.
         built = [target.build(name) for name in chosen.archs]
@@ -161,6 +171,12 @@ def _grid(
     )
 
 
+def _profile(profile: str, arch: Strings, examples: int, seed: int, of_the_grid: object) -> ProfileCases:
+    if of_the_grid:
+        raise ValueError(f"--profile {profile} draws presets, sizes and families itself; leave --preset ... --full out")
+    return ProfileCases(profile, split(arch, grids.ARCHS), examples, seed)
+
+
 def _target(engine: str, implementation: str) -> Target:
     if engine not in ENGINES:
         raise ValueError(f"engine={engine!r} is unknown; known engines: {', '.join(ENGINES)}")
@@ -176,7 +192,7 @@ def _processes(cases: int, implementations: Sequence[Implementation]) -> int:
     return min(cores, _MOST_PROCESSES) if on_cpu and cases >= _MANY_CASES else 1
 
 
-def _run_into(folder: Path, chosen: Grid, target: Target, this: Run, workers: int) -> pd.DataFrame:
+def _run_into(folder: Path, chosen: Plan, target: Target, this: Run, workers: int) -> pd.DataFrame:
     """Run all Cases into ``folder`` with a progress bar on standard error; the rows as a frame."""
     remove_parts(folder)
     for name in _DERIVED:  # of an earlier run, and would be taken for this one's were it killed
@@ -216,8 +232,11 @@ def replay(
     """Rebuild one Case exactly, run it, and print its stages with the first bad element of each."""
 
     def judged() -> list[Row]:
-        found = Case.from_json(case) if case.lstrip().startswith("{") else _look_up(case, source)
-        return run_case(found, _target(engine, implementation), Run.now())
+        if case.lstrip().startswith("{"):
+            return run_case(Case.from_json(case), _target(engine, implementation), Run.now())
+        found, spec = _look_up(case, source)
+        recorded = spec if engine == "auto" else ""
+        return run_case(found, _target(engine, implementation or recorded), Run.now())
 
     rows = guarded(judged)
     df = from_rows(rows)
@@ -245,15 +264,16 @@ def _say_what_else_was_judged(case_id: str, source: Path | None, now: Row) -> No
         )
 
 
-def _look_up(case_id: str, source: Path | None) -> Case:
+def _look_up(case_id: str, source: Path | None) -> tuple[Case, str]:
+    """The Case, and what --implementation took when it was recorded ('' for an engine's own)."""
     if source is None:
         raise ValueError(f"case={case_id!r} is an id; say with --in DIR where its rows are, or give the Case's JSON")
     df = load(source)
-    found = df.loc[df["case_id"] == case_id, "case"]
+    found = df.loc[df["case_id"] == case_id, ["case", "spec"]]
     if found.empty:
         ids = df["case_id"].unique()
         raise ValueError(f"case={case_id!r} is not in {source}; it has {len(ids)}, such as {', '.join(ids[:5])}")
-    return Case.from_json(str(found.iloc[0]))
+    return Case.from_json(str(found["case"].iloc[0])), str(found["spec"].iloc[0])
 
 
 @app.command()
@@ -325,6 +345,28 @@ def record(
     from conformance.record import main as record_vectors
 
     raise typer.Exit(guarded(lambda: record_vectors(out, prove, arch=arch)))
+
+
+@app.command()
+def faults(
+    arch: Annotated[Strings, typer.Option(help=_choice("Architectures", grids.ARCHS))] = None,
+    fault: Annotated[
+        Strings, typer.Option(help="Faults by name; separate with commas. Default: all, and the variants.")
+    ] = None,
+    examples: Annotated[int, typer.Option(min=1, help="Cases of profile ci within which each must be killed.")] = 60,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", dir_okay=False, help="Write the kill matrix there.")
+    ] = None,
+    workers: Annotated[int, typer.Option(min=0, help="Processes; 0: one per core.")] = 0,
+) -> None:
+    """The kill matrix: plant every known fault, and see which check kills it in which Case."""
+    from conformance.faults.command import main as run_zoo
+
+    archs, names = guarded(lambda: [get_arch(name).name for name in split(arch, grids.ARCHS)]), split(fault, ())
+    processes = workers or min(thread_count(), _MOST_PROCESSES)
+    raise typer.Exit(
+        guarded(lambda: run_zoo(archs, json_file=json_file, names=names, examples=examples, workers=processes))
+    )
 
 
 @app.command()

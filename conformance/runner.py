@@ -88,7 +88,9 @@ def git_revision() -> str:
 def run_case(case: Case, target: Target, run: Run) -> list[Row]:
     """The rows of one Case."""
     implementation = _implementation(target, case.arch)
-    return [_row(case, implementation, run, result) for result in run_stages(case, implementation)]
+    return [
+        _row(case, implementation, run, result, target.implementation) for result in run_stages(case, implementation)
+    ]
 
 
 def run_cases(cases: Iterable[Case], target: Target, run: Run, *, workers: int = 1) -> Iterator[list[Row]]:
@@ -145,7 +147,7 @@ def _implementation(target: Target, arch: str) -> Implementation:
     return target.build(arch)
 
 
-def _row(case: Case, implementation: Implementation, run: Run, result: StageResult) -> Row:
+def _row(case: Case, implementation: Implementation, run: Run, result: StageResult, spec: str = "") -> Row:
     comparison, arch = result.comparison, get_arch(case.arch)
     histogram = comparison.ulp_histogram
     return make_row(
@@ -153,6 +155,7 @@ def _row(case: Case, implementation: Implementation, run: Run, result: StageResu
         arch=case.arch,
         engine=engine_name(implementation),
         implementation=implementation.name,
+        spec=spec,
         stage=result.stage,
         oracle=result.oracle,
         evidence=arch.evidence(result.stage),
@@ -175,6 +178,7 @@ def _row(case: Case, implementation: Implementation, run: Run, result: StageResu
         sqnr_db=comparison.sqnr_db,
         ulp_max=comparison.ulp_max,
         ulp_histogram=json.dumps({str(k): v for k, v in histogram.items()}) if histogram else "",
+        ambiguous=comparison.ambiguous,
         first_bad=comparison.first_bad.to_json() if comparison.first_bad else "",
         seconds=result.seconds,
         verdict=result.verdict.status,

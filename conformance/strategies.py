@@ -7,6 +7,7 @@ Every choice is listed simplest first, since that is what shrinking moves toward
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -149,6 +150,31 @@ def profile_cases(profile: str, arch: str, count: int | None = None, seed: int =
         rounds += 1
     drawn = list(found)
     return (_covering_first(drawn[:_ROUND]) + drawn[_ROUND:])[:count]
+
+
+@dataclass(frozen=True)
+class ProfileCases:
+    """The Cases of a profile on several architectures, as a run takes them; ``examples`` on each, 0: its own number.
+
+    Raises ``ValueError`` for an unknown profile or arch.
+    """
+
+    profile: str
+    archs: Sequence[str] = ARCHS
+    examples: int = 0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for arch in self.archs:
+            profile_cases(self.profile, arch, 1, self.seed)
+
+    def cases(self) -> Iterator[Case]:
+        """Arch by arch."""
+        for arch in self.archs:
+            yield from profile_cases(self.profile, arch, self.examples or None, self.seed)
+
+    def __len__(self) -> int:
+        return len(self.archs) * (self.examples or PROFILES[self.profile].count)
 
 
 _ROUND = 300  # Cases drawn at a time, so that a longer list begins with a shorter one

@@ -16,6 +16,7 @@ from conformance.case import Case
 from conformance.cli import app
 from conformance.grid import Grid
 from conformance.runner import Run, Target, run_case
+from conformance.strategies import profile_cases
 from conformance.terminal import integers, split
 from reports.store import RowWriter, load
 
@@ -86,7 +87,9 @@ def test_failed_comparison_is_exit_1_with_a_line_to_paste(tmp_path: Path) -> Non
     assert again.exit_code == 1
     assert "wo_b bits: fail: 1 of" in text(again) and "y[1, 5]: got 0x0000" in text(again)
     by_id = oproj("replay", case_id, "--in", tmp_path / "out")
-    assert by_id.exit_code == 0 and "✓ pass" in by_id.output  # the software engine has no such fault
+    assert by_id.exit_code == 1  # the rows name what they judged
+    software = oproj("replay", case_id, "--in", tmp_path / "out", "--engine", "software")
+    assert software.exit_code == 0 and "✓ pass" in software.output  # the software engine has no such fault
 
 
 def test_nothing_compared_is_exit_4(tmp_path: Path) -> None:
@@ -299,3 +302,41 @@ def test_worker_that_dies_is_exit_1_and_said(tmp_path: Path) -> None:
     mine = ["--implementation", f"{tmp_path / 'mine.py'}:Mine", "--workers", "2"]
     result = oproj("run", "--arch", "sm90", *QUICK, *mine, "--out", tmp_path / "out")
     assert result.exit_code == 1 and "a worker process died after 0 rows" in text(result)
+
+
+def test_a_profile_runs_the_cases_that_hypothesis_drew(tmp_path: Path) -> None:
+    result = oproj("run", "--profile", "ci", "--examples", "3", "--arch", "sm90,sm100", "--out", tmp_path / "run")
+    assert result.exit_code == 0, text(result)
+    ids = {case.id for arch in ("sm90", "sm100") for case in profile_cases("ci", arch, 3)}
+    assert set(load(tmp_path / "run")["case_id"]) == ids
+    refused = oproj("run", "--profile", "ci", "--tokens", "5")
+    assert refused.exit_code == 2 and "--profile ci draws presets" in text(refused)
+    assert oproj("run", "--profile", "daily").exit_code == 2
+
+
+def test_faults_prints_who_kills_what_and_writes_json(tmp_path: Path) -> None:
+    matrix = tmp_path / "kill.json"
+    result = oproj("faults", "--arch", "sm90", "--fault", "k-tail-drop", "--json", matrix, "--workers", "1")
+    assert result.exit_code == 0, text(result)
+    (kill,) = json.loads(matrix.read_text())["faults"]
+    assert kill["killed"] and kill["checks"] and kill["case_number"] >= 1
+    assert oproj("faults", "--fault", "no-such-fault").exit_code == 2
+    assert oproj("faults", "--arch", "sm91").exit_code == 2
+
+
+def test_an_id_is_replayed_with_the_implementation_that_was_recorded(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.py"
+    mine.write_text(
+        "from conformance import SoftwareImplementation\n"
+        "class Mine(SoftwareImplementation):\n"
+        "    def wo_b(self, z, weights, *, config):\n"
+        "        return super().wo_b(z, weights, config=config) * 2\n"
+    )
+    folder = tmp_path / "run"
+    given = ("--arch", "sm90", "--preset", "v4-flash", "--tp", "1", "--tokens", "1", "--examples", "1")
+    assert oproj("run", *given, "--implementation", f"{mine}:Mine", "--out", folder).exit_code == 1
+    rows = load(folder)
+    assert set(rows["spec"]) == {f"{mine}:Mine"}
+    again = oproj("replay", rows["case_id"].iloc[0], "--in", folder)
+    assert again.exit_code == 1 and "note:" not in text(again)
+    assert oproj("replay", rows["case_id"].iloc[0], "--in", folder, "--engine", "software").exit_code == 0
