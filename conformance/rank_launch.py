@@ -86,7 +86,7 @@ def launch(plan: Plan, then: Then) -> None:
 
     Raises `RankFailure` naming the ranks that died, raised, or were behind when the time was over. No process is left.
     """
-    context = multiprocessing.get_context("spawn")
+    context = _context(plan)
     progress = _Progress(context, plan.tp_size)
     with tempfile.TemporaryDirectory(prefix="oproj-ranks-") as folder:
         common = (plan, folder, progress, then)
@@ -97,6 +97,16 @@ def launch(plan: Plan, then: Then) -> None:
             _watch(processes, progress, plan.timeout, Path(folder))
         finally:
             _end(processes)
+
+
+def _context(plan: Plan) -> Any:
+    """Ranks are forked from a server that has imported what they need and has no threads; one that will own a GPU is
+    started from nothing, since a CUDA context does not outlive a fork."""
+    if plan.backend == "nccl":
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    return context
 
 
 def _process(rank: int, plan: Plan, folder: str, progress: _Progress, then: Then) -> None:
