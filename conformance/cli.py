@@ -9,7 +9,6 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Annotated
 
@@ -24,6 +23,7 @@ from conformance.case import Case
 from conformance.families import FAMILIES
 from conformance.grid import Grid
 from conformance.implementation import Implementation
+from conformance.isolation import CASE_TIMEOUT
 from conformance.runner import Row, Run, Target, run_case, run_cases
 from conformance.strategies import PROFILES as PROFILES_OF_CASES
 from conformance.strategies import ProfileCases
@@ -115,6 +115,9 @@ def run(
         ),
     ] = None,
     workers: Annotated[int, typer.Option(min=0, help="Processes; 0: one per core, one in all on a GPU.")] = 0,
+    case_timeout: Annotated[
+        float, typer.Option(help="Seconds after which a Case in a process of its own has failed.")
+    ] = CASE_TIMEOUT,
 ) -> None:
     """Run Cases, compare with float64 and with the bit-exact model, write and print the error tables."""
 
@@ -131,7 +134,7 @@ def run(
     chosen, target, processes = guarded(plan)
     this = Run.now()
     folder = out or Path("out") / this.run_id
-    df = guarded(lambda: _run_into(folder, chosen, target, this, processes))
+    df = guarded(lambda: _run_into(folder, chosen, target, this, processes, case_timeout))
     guarded(lambda: [write(df, folder / name) for name, write in _DERIVED.items()])
     print_rich(df)
     code = verdict_code(df)
@@ -192,7 +195,7 @@ def _processes(cases: int, implementations: Sequence[Implementation]) -> int:
     return min(cores, _MOST_PROCESSES) if on_cpu and cases >= _MANY_CASES else 1
 
 
-def _run_into(folder: Path, chosen: Plan, target: Target, this: Run, workers: int) -> pd.DataFrame:
+def _run_into(folder: Path, chosen: Plan, target: Target, this: Run, workers: int, timeout: float) -> pd.DataFrame:
     """Run all Cases into ``folder`` with a progress bar on standard error; the rows as a frame."""
     remove_parts(folder)
     for name in _DERIVED:  # of an earlier run, and would be taken for this one's were it killed
@@ -201,15 +204,13 @@ def _run_into(folder: Path, chosen: Plan, target: Target, this: Run, workers: in
     try:
         with RowWriter(folder, this.run_id, _FLUSH_EVERY) as writer, _progress() as progress:
             task = progress.add_task("Cases", total=len(chosen), failed=0)
-            for of_case in run_cases(chosen.cases(), target, this, workers=workers):
+            for of_case in run_cases(chosen.cases(), target, this, workers=workers, timeout=timeout):
                 writer.extend(of_case)
                 rows.extend(of_case)
                 failed = progress.tasks[task].fields["failed"] + any(row["verdict"] == "fail" for row in of_case)
                 progress.update(task, advance=1, failed=failed)
     except KeyboardInterrupt:
         stop(INTERRUPTED, f"stopped: {len(rows)} rows in {folder} are valid; `oproj report {folder}` shows them")
-    except BrokenProcessPool:
-        stop(FAILED, f"a worker process died after {len(rows)} rows, which are in {folder}; --workers 1 shows the Case")
     return from_rows(rows)
 
 

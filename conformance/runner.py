@@ -7,19 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import multiprocessing
 import os
 import platform
-import signal
 import subprocess
-import threading
-from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from functools import cache
-from itertools import islice
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +22,16 @@ import torch
 
 import oproj
 from conformance.case import Case
+from conformance.compare import Comparison
 from conformance.implementation import EngineImplementation, Implementation, SoftwareImplementation, load_implementation
+from conformance.isolation import CASE_TIMEOUT, Lost, run_isolated
+from conformance.judge import FAIL, Verdict
 from conformance.stages import StageResult, run_stages
 from oproj.arch import get_arch
 from oproj.engines import get_engine
 from reports.schema import make_row
 
 Row = dict[str, Any]
-_AHEAD = 4  # Cases a worker may have waiting
 OWN_ENGINE = "own"  # an implementation that runs on none of ours
 
 
@@ -93,53 +89,32 @@ def run_case(case: Case, target: Target, run: Run) -> list[Row]:
     ]
 
 
-def run_cases(cases: Iterable[Case], target: Target, run: Run, *, workers: int = 1) -> Iterator[list[Row]]:
+def run_cases(
+    cases: Iterable[Case], target: Target, run: Run, *, workers: int = 1, timeout: float = CASE_TIMEOUT
+) -> Iterator[list[Row]]:
     """The rows of each Case, Case by Case in the order given; ``workers`` above 1 are processes of their own.
 
-    Raises ``ValueError`` for workers below 1, ``BrokenProcessPool`` where a worker died.
+    An implementation that is not ours always runs in another process than this one: where that dies, or takes more than
+    ``timeout`` seconds for a Case, the Case has one failed row that says so. Raises ``ValueError`` for workers below 1
+    and a timeout that is no positive number.
     """
     if workers < 1:
         raise ValueError(f"workers={workers} must be at least 1")
-    if workers == 1:
+    if not timeout > 0:
+        raise ValueError(f"timeout={timeout} must be a positive number of seconds")
+    if workers == 1 and not target.implementation:
         for case in cases:
             yield run_case(case, target, run)
         return
-    # Threads of this process would not survive a fork, and neither would a CUDA context.
-    context = multiprocessing.get_context("spawn")
-    cores = max(1, (os.cpu_count() or 1) // workers)
-    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker, initargs=(cores,))
-    with pool:
-        try:
-            yield from _in_order(pool, iter(cases), target, run, workers * _AHEAD)
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+    work = partial(run_case, target=target, run=run)
+    for case, rows in run_isolated(cases, work, workers=workers, timeout=timeout):
+        yield [_lost_row(case, target, run, rows)] if isinstance(rows, Lost) else rows
 
 
-def _in_order(
-    pool: ProcessPoolExecutor, cases: Iterator[Case], target: Target, run: Run, ahead: int
-) -> Iterator[list[Row]]:
-    waiting: deque[Future[list[Row]]] = deque()
-    for case in islice(cases, ahead):
-        waiting.append(pool.submit(run_case, case, target, run))
-    while waiting:
-        yield waiting.popleft().result()
-        for case in islice(cases, 1):
-            waiting.append(pool.submit(run_case, case, target, run))
-
-
-def _end_with_parent() -> None:
-    """A worker whose parent was killed would wait for its next Case for ever."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
-
-
-def _start_worker(cores: int) -> None:
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    os.environ["OPROJ_THREADS"] = str(cores)
-    torch.set_num_threads(cores)
+def _lost_row(case: Case, target: Target, run: Run, lost: Lost) -> Row:
+    """The one row of a Case whose process ended: which stage did it is not known, so the whole block has failed."""
+    result = StageResult("o_proj", "bits", Comparison(problem=lost.reason), Verdict(FAIL, lost.reason), 0.0)
+    return _row(case, _implementation(target, case.arch), run, result, target.implementation)
 
 
 @cache

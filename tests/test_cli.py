@@ -293,17 +293,6 @@ def test_implementation_that_exits_fails_the_run_or_is_refused(tmp_path: Path) -
         assert result.exit_code == code, result.output
 
 
-def test_worker_that_dies_is_exit_1_and_said(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(
-        "import os, conformance\n"
-        "class Mine(conformance.SoftwareImplementation):\n"
-        "    def wo_a(self, x, weights, *, config): os._exit(0)\n"
-    )
-    mine = ["--implementation", f"{tmp_path / 'mine.py'}:Mine", "--workers", "2"]
-    result = oproj("run", "--arch", "sm90", *QUICK, *mine, "--out", tmp_path / "out")
-    assert result.exit_code == 1 and "a worker process died after 0 rows" in text(result)
-
-
 def test_a_profile_runs_the_cases_that_hypothesis_drew(tmp_path: Path) -> None:
     result = oproj("run", "--profile", "ci", "--examples", "3", "--arch", "sm90,sm100", "--out", tmp_path / "run")
     assert result.exit_code == 0, text(result)
