@@ -209,6 +209,16 @@ def test_a_wrong_bit_anywhere_fails_where_it_is(arch: str) -> None:
     assert ("ranks", "wo_b", "bits") in failed(case, right)
 
 
+def test_one_step_of_bf16_is_too_much_for_a_sum_in_fp32_of_any_order() -> None:
+    case = case_of(4, tokens=2)
+    found = made_by(case)
+    for y in found.y["all_reduce", "fp32"]:
+        y.view(torch.int16).bitwise_xor_(1)
+    bound = next(r for v, r in RankChecks(case, found).results() if (v, r.oracle) == ("all_reduce fp32", "bound"))
+    assert bound.stage == "reduce"
+    assert bound.comparison.mismatched > 0.95 * 2 * 256, "all but sums next to the middle of two BF16 numbers"
+
+
 def test_z_is_the_same_at_every_size() -> None:
     case = case_of(4, tokens=2)
     assert simulated_sizes(case) == [1, 2, 4, 8]
