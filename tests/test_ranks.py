@@ -216,7 +216,7 @@ def test_one_step_of_bf16_is_too_much_for_a_sum_in_fp32_of_any_order() -> None:
         y.view(torch.int16).bitwise_xor_(1)
     bound = next(r for v, r in RankChecks(case, found).results() if (v, r.oracle) == ("all_reduce fp32", "bound"))
     assert bound.stage == "reduce"
-    assert bound.comparison.mismatched > 0.95 * 2 * 256, "all but sums next to the middle of two BF16 numbers"
+    assert bound.comparison.mismatched > 0.85 * 2 * 256, "all but sums in the middle of two BF16 numbers"
 
 
 def test_z_is_the_same_at_every_size() -> None:
