@@ -23,7 +23,7 @@ from conformance.rank_checks import RankChecks
 from conformance.rank_launch import launch, work
 from conformance.rank_worker import BACKENDS, FAULTS, ORDERED, Gathered, Plan, RankFailure
 from conformance.runner import Row, Run, _row
-from conformance.terminal import FAILED, PASSED, guarded, integers, say, split, stop, verdict_code
+from conformance.terminal import FAILED, INTERRUPTED, PASSED, guarded, integers, say, split, stop, verdict_code
 from oproj.arch import ARCHS, get_arch
 from oproj.config import PRESETS, get_preset
 from oproj.engines import EngineUnavailable
@@ -170,6 +170,8 @@ def main(
         guarded(lambda: run_plan(planned, folder, run))
     except RankFailure as failure:
         stop(FAILED, str(failure))
+    except KeyboardInterrupt:
+        stop(INTERRUPTED, "stopped: no rank is left, and no row was written")
     raise typer.Exit(guarded(lambda: _shown(folder)))
 
 
