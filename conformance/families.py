@@ -154,15 +154,23 @@ _ULPS = np.array([-2, -1, 0, 1, 2, 3, 4, 5, 6, 7, 8, 16, 19, 20])
 
 
 def _boundary(stream: Stream, lanes: Lanes) -> Floats:
-    """One lane a block is 448 * 2^j * (1 + n BF16 ulp) or 1.75 * 2^j; the others stay below an eighth of it."""
-    shape = lanes.block_shape
+    """One lane a block is 448 * 2^j * (1 + n BF16 ulp) or 1.75 * 2^j; the others stay below an eighth of it.
+
+    In half of the blocks with rotated lanes it is 448 * 2^j in the slowest pair, beside a partner of n * 2^-11 of it:
+    at position p the rotation (angle 1.3e-4 * p) then adds about n * p FP32 ulps, where rules for the scale differ.
+    """
+    shape, per_head = lanes.block_shape, lanes.head_dim // BLOCK
+    aimed = (np.arange(shape[1]) % per_head == per_head - 1) & (stream.below("aim", 2, shape) == 0)
     ulps = _ULPS[stream.below("ulps", len(_ULPS), shape)]
-    significand = np.where(stream.below("kind", 4, shape) == 0, 224, 224 + ulps)  # 448 = 1.75 * 2^8 = 224 * 2
+    significand = np.where(aimed | (stream.below("kind", 4, shape) == 0), 224, 224 + ulps)  # 448 = 1.75 * 2^8 = 224 * 2
     peak = np.ldexp(significand.astype(np.float32), (stream.below("octave", 17, shape) - 15).astype(np.int32))
     peak = np.where(stream.below("sign", 2, shape) == 0, peak, -peak)
-    hit = (np.arange(lanes.width) % BLOCK) == _per_block(stream.below("where", BLOCK, shape), lanes.width)
-    rest = np.ldexp(_normal(stream, lanes), -4) * np.abs(_per_block(peak, lanes.width))
-    return np.where(hit, _per_block(peak, lanes.width), rest).astype(np.float32)
+    where = np.where(aimed, BLOCK - 2, stream.below("where", BLOCK, shape))
+    lane, width = np.arange(lanes.width) % BLOCK, lanes.width
+    partner = np.ldexp(peak * (1 + stream.below("partner", 8, shape)).astype(np.float32), -11)
+    rest = np.ldexp(_normal(stream, lanes), -4) * np.abs(_per_block(peak, width))
+    rest = np.where(_per_block(aimed, width) & (lane == BLOCK - 1), _per_block(partner, width), rest)
+    return np.where(lane == _per_block(where, width), _per_block(peak, width), rest).astype(np.float32)
 
 
 def _exact(stream: Stream, lanes: Lanes) -> Floats:

@@ -10,6 +10,7 @@ that do not change a shape.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 
 from conformance.compare import Comparison, compare_bits, merge
 from oproj.activation import QuantizedActivation, unpack_ue8m0
+from oproj.engines.software.quantizer_table import VLLM_FUSED
 
 Property = Callable[[Any, Any], "Comparison | None"]
 ALL_BELOW = 60_000_000  # MACs of a Case up to which it runs every property; above, those of one or two calls
@@ -155,7 +157,13 @@ def quantize_doubled(bench: Any, x: QuantizedActivation) -> Comparison | None:
     codes, blocks = x.data.view(torch.uint8), bench.truth.block
     size = (codes & 0x7F).unflatten(-1, (-1, blocks)).amax(-1)
     exponents, doubled = _exponents(x.scale), _exponents(got.scale)
-    inside = (exponents > -38) & (exponents < 100) & (size != _CODE_AT_A_LIMIT[0]) & (size != _CODE_AT_A_LIMIT[1])
+    floor = float(getattr(bench.implementation, "amax_floor", VLLM_FUSED.amax_floor)) or 2.0**-100
+    inside = (
+        (exponents > math.ceil(math.log2(floor / 448)) + 1)
+        & (exponents < 100)
+        & (size != _CODE_AT_A_LIMIT[0])
+        & (size != _CODE_AT_A_LIMIT[1])
+    )
     lanes = inside.repeat_interleave(blocks, -1)
     return merge(
         [
