@@ -96,6 +96,13 @@ def conformance(session: nox.Session) -> None:
 
 
 @nox.session
+def faults(session: nox.Session) -> None:
+    """The kill matrix: every known fault must be caught on every architecture, every right variant must pass."""
+    install(session, "-e", ".")
+    oproj(session, "faults", *default(session, "--json", "out/faults.json"), *session.posargs)
+
+
+@nox.session
 def sm90(session: nox.Session) -> None:
     """Hopper: the real DeepGEMM against the software engine and float64; needs the GPU."""
     on_gpu(session, "sm90")
