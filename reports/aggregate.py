@@ -125,12 +125,12 @@ def sort_rows(table: pd.DataFrame, keys: Sequence[str]) -> pd.DataFrame:
     for key in keys:
         if isinstance(table[key].dtype, pd.CategoricalDtype):
             table[key] = table[key].astype(object)
-    ranks = list(zip(*([_rank(key, value) for value in table[key]] for key in keys)))
+    ranks = list(zip(*([rank(key, value) for value in table[key]] for key in keys)))
     order = sorted(range(len(table)), key=ranks.__getitem__)
     return table.iloc[order].reset_index(drop=True)
 
 
-def _rank(key: str, value: object) -> tuple[int, list[tuple[int, int, str]]]:
+def rank(key: str, value: object) -> tuple[int, list[tuple[int, int, str]]]:
     """Stages and oracles by their place in the pipeline, other names so that sm90 comes before sm100."""
     known = {"stage": STAGES, "oracle": ORACLES}.get(key, ())
     place = known.index(str(value)) if value in known else len(known)
