@@ -20,7 +20,9 @@ LABELS = {
     "rms_rel_error": "RMS rel. error",
     "signed_bias": "signed bias",
     "calc_diff": "calc_diff",
+    "within_1_ulp": "≤ 1 ULP",
     "ulp_max": "max ULP",
+    "tp_size": "TP",
     "case_id": "case",
     "first_bad": "first bad",
 }
@@ -32,20 +34,35 @@ NOTES = (
     "Margin is abs(error) / bound: at most 1 passes. p99.9 is the largest p99.9 of a case.",
     "RMS and bias are weighted by compared elements. RMS, bias, calc_diff and ULP never decide. "
     "A dash means: does not apply.",
+    "≤ 1 ULP is the share of elements at most one step of the output format from the right number. Max ULP counts "
+    "the steps of the farthest one: between two numbers of different sign they lead across zero, so a tiny value "
+    "with the other sign is tens of thousands of steps away and may be well within the bound.",
 )
 REPLAY_NOTE = (
-    "A replay runs the engine that `auto` takes. To see the failure of another engine or of your own implementation, "
-    "add the run's --engine or --implementation."
+    "A replay line names the engine or implementation that was judged. A path in it is relative to the folder that "
+    "the run was started in."
 )
 MARKS = {"pass": "✓ pass", "fail": "✗ FAIL", NOTHING: "✗ nothing compared"}
 """A failure differs from a pass by its words, so that it shows in print and without colour."""
 DOES_NOT_APPLY = "–"
-_HELPERS = ("nan_margins",)
+_HELPERS = ("nan_margins", "error_map")
+_WHOLE = ("ulp_max", "mismatched")
+_ENGINES = ("software", "deep_gemm")
 
 
 def label(column: str) -> str:
     """The heading of a column."""
-    return LABELS.get(column, column)
+    name, side = _base(column)
+    return f"{LABELS.get(name, name.replace('_', ' '))} {side}".strip()
+
+
+def _base(column: str) -> tuple[str, str]:
+    """A column's figure, and the side it is of: an arch or engine after a space, run a or b or their change."""
+    name, _, side = column.partition(" ")
+    for suffix in ("_a", "_b", "_change"):
+        if name.endswith(suffix) and not side:
+            return name.removesuffix(suffix), suffix[1:]
+    return name, side
 
 
 def records(table: pd.DataFrame) -> list[dict[str, Any]]:
@@ -66,33 +83,60 @@ def is_figure(table: pd.DataFrame, column: str) -> bool:
 def is_bad(column: str, record: Mapping[str, Any]) -> bool:
     """Whether the cell `column` of a table row is one that makes the row fail."""
     value = record[column]
-    if column == "verdict":
+    name, side = _base(column)
+    if name == "verdict":
         return value in ("fail", NOTHING)
-    if column == "mismatched":
+    if column == "change":
+        return value in ("now fails", "no longer judged", "only in a", "worse")
+    if name == "mismatched" and side != "change":
         return bool(value > 0)
-    if column in MARGINS:
-        return value > 1 or (math.isnan(value) and record["nan_margins"] > 0)
+    if name in MARGINS and side != "change":
+        return value > 1 or (math.isnan(value) and record.get("nan_margins", 0) > 0)
     return False
 
 
 def cell(column: str, record: Mapping[str, Any]) -> str:
-    """The cell as text: 3 significant digits, counts in full.
+    """The cell as text: 3 significant digits, counts and steps in full, shares in percent.
 
     'NaN' stands only where a figure is missing that must be there; where none applies there is a dash.
     """
     value = record[column]
     if isinstance(value, str):
-        return MARKS.get(value, value) if column == "verdict" else value
+        return MARKS.get(value, value or DOES_NOT_APPLY) if _base(column)[0] == "verdict" else value
     if not isinstance(value, float):
         return f"{value:,}"
     if math.isnan(value):
         return "NaN" if is_bad(column, record) else DOES_NOT_APPLY
+    if column == "within_1_ulp":
+        return percent(value)
+    if _base(column)[0] in _WHOLE and value.is_integer():
+        return f"{value:,.0f}"
     return f"{value:.3g}"
 
 
-def replay_line(case: str) -> str:
-    """The command that runs a case again, ready to paste into a POSIX shell."""
-    return f"oproj replay {shlex.quote(case)}"
+def percent(share: float) -> str:
+    """A share of 0 .. 1 in percent; nothing but 1 is "100 %", and nothing but 0 is "0 %"."""
+    if share in (0, 1):
+        return f"{share:.0%}".replace("%", " %")
+    # Digits until it differs from 0 and 1, cut and not rounded.
+    digits = max(1, math.ceil(-math.log10(min(share, 1 - share))) - 1)
+    return f"{math.floor(share * 100 * 10**digits) / 10**digits:.{digits}f} %"
+
+
+def replay_line(case: str, spec: str = "", engine: str = "") -> str:
+    """The command that runs a case again, ready to paste into a POSIX shell.
+
+    spec: what --implementation takes; without one, `engine` is asked for where it is one of ours.
+    """
+    options = f" --implementation {shlex.quote(spec)}" if spec else ""
+    if not spec and engine in _ENGINES:
+        options = f" --engine {engine}"
+    return f"oproj replay {shlex.quote(case)}{options}"
+
+
+def replay_of(record: Mapping[str, Any]) -> dict[str, str]:
+    """What `replay_line` takes of a row."""
+    return {name: record[name] for name in ("case", "spec", "engine")}
 
 
 def to_markdown(table: pd.DataFrame) -> str:

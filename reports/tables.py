@@ -7,15 +7,15 @@ import os
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from .aggregate import FAULT_NAN, aggregate, overall_verdict, row_faults, sort_rows
-from .columns import JUDGED, MARGIN_ORACLES, RowsError
+from .against import changes_per_stage, run_against_run
+from .aggregate import aggregate, overall_verdict, sort_rows
+from .columns import JUDGED, RowsError
 from .files import write_text
 from .formatting import (
     MARKS,
@@ -28,34 +28,36 @@ from .formatting import (
     label,
     records,
     replay_line,
+    replay_of,
     shown,
     to_markdown,
 )
 from .schema import validate
+from .ulps import ulp_histograms, within_one_step
+from .worst import failing_cases, worst_cases
 
 __all__ = [
-    "environment", "not_judged", "per_arch", "per_arch_stage", "print_rich", "to_markdown", "worst_cases",
-    "write_markdown",
+    "environment", "evidence", "failing_cases", "not_judged", "per_arch", "per_arch_stage", "print_rich",
+    "print_run_against_run", "to_markdown", "worst_cases", "write_markdown",
 ]  # fmt: skip
 
 STAGE_KEYS = ("arch", "stage", "oracle", "engine", "implementation")
 _STAGE_COLUMNS = [
     "arch", "stage", "oracle", "verdict", "margin_max", "mismatched", "compared", "cases", "not_judged",
-    "margin_p999", "rms_rel_error", "signed_bias", "calc_diff", "ulp_max", "evidence", "engine",
+    "margin_p999", "rms_rel_error", "signed_bias", "calc_diff", "within_1_ulp", "ulp_max", "evidence", "engine",
     "implementation", "nan_margins",
 ]  # fmt: skip
 _ARCH_COLUMNS = [
-    "arch", "engine", "verdict", "margin_max", "mismatched", "compared", "cases", "not_judged", "evidence",
+    "arch", "engine", "verdict", "margin_max", "mismatched", "compared", "cases", "rows", "not_judged", "evidence",
     "nan_margins",
 ]  # fmt: skip
-_WORST_COLUMNS = [
-    "arch", "engine", "implementation", "stage", "oracle", "family", "preset", "tp_size", "tokens", "case_id",
-    "verdict", "fault", "margin_max", "mismatched", "compared", "ulp_max", "first_bad", "reason", "case",
-    "nan_margins",
+_CHANGE_COLUMNS = [
+    "arch", "stage", "oracle", "family", "tp_size", "tokens", "case_id", "change", "margin_max_a", "margin_max_b",
+    "mismatched_a", "mismatched_b", "signed_bias_a", "signed_bias_b",
 ]  # fmt: skip
 _LEAST_NEEDED = (
-    "not_judged", "calc_diff", "margin_p999", "signed_bias", "rms_rel_error", "ulp_max", "implementation",
-    "evidence",
+    "not_judged", "calc_diff", "margin_p999", "ulp_max", "signed_bias", "rms_rel_error", "within_1_ulp",
+    "implementation", "evidence",
 )  # fmt: skip
 _PLAIN_WIDTH = 160
 TITLE = "FP8 output projection: error against float64"
@@ -66,42 +68,38 @@ def per_arch_stage(df: pd.DataFrame) -> pd.DataFrame:
 
     Columns: arch, stage, oracle, verdict ('pass', 'fail', 'nothing compared', or 'not applicable' where the
     oracle applies to none of the cases), margin_max, mismatched, compared, cases and not_judged (counts of
-    rows), margin_p999, rms_rel_error, signed_bias, calc_diff, ulp_max, evidence, engine, implementation.
-    Figures are added up as `aggregate.py` says.
+    rows), margin_p999, rms_rel_error, signed_bias, calc_diff, within_1_ulp (share of the elements that have a
+    distance in steps), ulp_max, evidence, engine, implementation. Figures are added up as `aggregate.py` says.
 
     Raises: RowsError where `df` is not a frame of rows.
     """
-    return aggregate(validate(df), STAGE_KEYS)[_STAGE_COLUMNS]
+    return stage_table(df, ulp_histograms(validate(df), STAGE_KEYS))
+
+
+def stage_table(df: pd.DataFrame, histograms: pd.DataFrame) -> pd.DataFrame:
+    """`per_arch_stage` of rows whose `ulp_histograms` by `STAGE_KEYS` are known already."""
+    shares = within_one_step(histograms, STAGE_KEYS)
+    return aggregate(validate(df), STAGE_KEYS).merge(shares, on=list(STAGE_KEYS), how="left")[_STAGE_COLUMNS]
 
 
 def per_arch(df: pd.DataFrame) -> pd.DataFrame:
-    """One row per arch and engine over all stages and oracles, columns as in `per_arch_stage`."""
-    return aggregate(validate(df), ("arch", "engine"))[_ARCH_COLUMNS]
-
-
-def worst_cases(df: pd.DataFrame, n: int = 20) -> pd.DataFrame:
-    """The `n` worst judged rows: failures first, among them NaN margins, then by margin, share of mismatched
-    elements, and ULP. `fault` says why a row fails and is '' where it does not.
-
-    Raises: ValueError for a negative n, RowsError where `df` is not a frame of rows.
-    """
-    if n < 0:
-        raise ValueError(f"n must not be negative, got {n}")
+    """One row per arch and engine over all stages and oracles, columns as in `per_arch_stage`, but that `cases` counts
+    different Cases with a judged row, and `rows` the judged rows."""
+    keys = ["arch", "engine"]
     judged = validate(df)[df["verdict"].isin(JUDGED)]
-    fault = row_faults(judged)
-    missing = judged["oracle"].isin(MARGIN_ORACLES) & judged["margin_max"].isna()
-    # lexsort takes its most significant key last, and sorts upward.
-    keys = [
-        judged["ulp_max"].fillna(-np.inf),
-        judged["mismatched"] / judged["compared"].clip(lower=1),
-        judged["margin_max"].fillna(-np.inf),
-        missing,
-        fault != "",
-    ]
-    order = np.lexsort([-key.to_numpy(dtype=float) for key in keys])[:n]
-    nan_margins = (fault == FAULT_NAN).astype("int64")
-    out = judged.assign(fault=fault, nan_margins=nan_margins)[_WORST_COLUMNS]
-    return out.iloc[order].reset_index(drop=True)
+    cases = judged.groupby(keys, observed=True)["case_id"].nunique().rename("cases").reset_index()
+    table = aggregate(df, keys).rename(columns={"cases": "rows"})
+    table = table.merge(cases.astype(dict.fromkeys(keys, object)), on=keys, how="left")
+    return table.assign(cases=table["cases"].fillna(0).astype("int64"))[_ARCH_COLUMNS]
+
+
+def evidence(df: pd.DataFrame) -> pd.DataFrame:
+    """What stands behind each stage's model per arch: one row per arch, one column per stage ('' where not run)."""
+    pairs = validate(df)[["arch", "stage", "evidence"]].astype(object).drop_duplicates()
+    joined = pairs.groupby(["arch", "stage"])["evidence"].agg(lambda words: ", ".join(sorted(words)))
+    table = joined.unstack(fill_value="").reset_index()
+    stages = list(sort_rows(pairs[["stage"]].drop_duplicates(), ["stage"])["stage"])
+    return sort_rows(table[["arch", *stages]], ["arch"])
 
 
 def not_judged(df: pd.DataFrame) -> pd.DataFrame:
@@ -179,22 +177,47 @@ def _failed_case(record: dict[str, Any]) -> str:
     elif record["first_bad"]:
         said.append(f"first bad {record['first_bad']}")
     text = escape_markdown(f"{where}, family {record['family']}: {'; '.join(said)}")
-    return f"{text}\n\n```sh\n{replay_line(record['case'])}\n```"
+    return f"{text}\n\n```sh\n{replay_line(**replay_of(record))}\n```"
 
 
 def print_rich(df: pd.DataFrame, console: Console | None = None) -> None:
     """Print a table per arch, the verdict, and the replay lines of the 5 worst failures."""
-    if console is None:
-        console = Console()
-        if not console.is_terminal:
-            # A log has no width of its own.
-            console = Console(width=_PLAIN_WIDTH)
+    console = console or _console()
     table = per_arch_stage(df)
     for arch in table["arch"].unique():
         console.print(_fitting(console, table[table["arch"] == arch]))
-    for case in _failed(df, 5)["case"].drop_duplicates():
-        console.print(Text(replay_line(case)), soft_wrap=True)
+    for line in dict.fromkeys(replay_line(**replay_of(record)) for record in records(_failed(df, 5))):
+        console.print(Text(line), soft_wrap=True)
     console.print(Text(MARKS[overall_verdict(df)], style="bold"))
+
+
+def print_run_against_run(
+    df_a: pd.DataFrame, df_b: pd.DataFrame, console: Console | None = None, n: int = 20
+) -> pd.DataFrame:
+    """Print what changed from run a to run b per stage, and the `n` rows that most ask for attention, with a replay
+    line of each Case that fails now; returns the frame of `run_against_run`.
+
+    Raises: RowsError as `run_against_run`.
+    """
+    console = console or _console()
+    joined = run_against_run(df_a, df_b)
+    counts = changes_per_stage(joined)
+    console.print(_rich_table(counts, list(counts.columns), "from run a to run b", []))
+    changed = joined[joined["change"] != "equal"].head(n)
+    if len(changed):
+        title = f"{len(changed)} of {(joined['change'] != 'equal').sum():,} rows that changed"
+        console.print(_rich_table(changed, _CHANGE_COLUMNS, title, []))
+    ids = changed.loc[changed["change"] == "now fails", "case_id"]
+    failed = df_b[df_b["case_id"].isin(ids)].drop_duplicates(["case_id", "spec", "engine"])
+    for record in records(failed):
+        console.print(Text(replay_line(**replay_of(record))), soft_wrap=True)
+    return joined
+
+
+def _console() -> Console:
+    console = Console()
+    # A log has no width of its own.
+    return console if console.is_terminal else Console(width=_PLAIN_WIDTH)
 
 
 def _fitting(console: Console, table: pd.DataFrame) -> Table:

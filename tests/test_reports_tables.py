@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import math
 import re
 import shlex
@@ -12,11 +13,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from reports import from_rows, overall_verdict, per_arch, per_arch_stage, print_rich, to_markdown, worst_cases
+from reports import (
+    RowsError,
+    evidence,
+    failing_cases,
+    from_rows,
+    overall_verdict,
+    per_arch,
+    per_arch_stage,
+    print_rich,
+    to_markdown,
+    worst_cases,
+)
 from reports.aggregate import aggregate, row_faults
 from reports.columns import MARGIN_ORACLES, MARGINS, ORACLES, STAGES
+from reports.formatting import NOTES, percent, replay_line
 from reports.tables import environment, not_judged, write_markdown
-from reports_rows import NASTY, frame, frames, passing_rows, row, rows
+from reports_rows import NASTY, SKIPPED, frame, frames, passing_rows, row, rows
 
 KEYS = ("arch", "stage", "oracle", "engine", "implementation")
 
@@ -152,12 +165,93 @@ def test_worst_cases_come_in_order_and_only_as_many_as_asked():
         {"case_id": "bound", "margin_max": 2.0, "mismatched": 1, "verdict": "fail"},
         {"case_id": "skipped", "verdict": "skipped", "reason": "no GPU"},
     )
-    order = ["nan", "bound", "half", "few", "tight", "ulps", "fine"]
+    order = ["half", "nan", "few", "bound", "tight", "ulps", "fine"]
     assert list(worst_cases(df)["case_id"]) == order
     assert list(worst_cases(df, 3)["case_id"]) == order[:3]
     assert list(worst_cases(df, 0)["case_id"]) == []
-    with pytest.raises(ValueError, match="n must not be negative, got -1"):
-        worst_cases(df, -1)
+    for call in (worst_cases, failing_cases):
+        with pytest.raises(ValueError, match="n must not be negative, got -1"):
+            call(df, -1)
+
+
+@given(df=frames, n=st.integers(1, 12))
+@settings(max_examples=40)
+def test_no_kind_of_failure_hides_another(df, n):
+    """With room for as many rows as there are failing kinds, each kind is there, bits ahead of the others."""
+    failed = df[row_faults(df) != ""]
+    kinds = set(failed[["arch", "stage", "oracle"]].astype(str).itertuples(index=False, name=None))
+    shown = worst_cases(df, max(len(kinds), n))
+    found = list(shown.loc[shown["fault"] != "", ["arch", "stage", "oracle"]].itertuples(index=False, name=None))
+    assert set(found) == kinds
+    ranks = [ORACLES.index(oracle) for _, _, oracle in found[: len(kinds)]]
+    assert ranks == sorted(ranks)
+
+
+def test_a_failing_case_is_one_case_with_its_stages_in_the_order_of_the_data():
+    df = frame(
+        {"case_id": "a", "stage": "wo_b", "mismatched": 1, "verdict": "fail"},
+        {"case_id": "a", "stage": "wo_a", "mismatched": 1, "verdict": "fail"},
+        {"case_id": "a", "stage": "wo_a", "oracle": "bits", "margin_max": math.nan, "mismatched": 1, "verdict": "fail"},
+        {"case_id": "b", "stage": "wo_b", "margin_max": 9.0, "mismatched": 1, "verdict": "fail"},
+        {"case_id": "c"},
+    )
+    cases, count = failing_cases(df, 1)
+    assert count == 2
+    assert [case["case_id"] for case in cases] == ["a"]
+    assert [(row["stage"], row["oracle"]) for row in cases[0]["failures"]] == [
+        ("wo_a", "bits"),
+        ("wo_a", "bound"),
+        ("wo_b", "bound"),
+    ]
+    assert failing_cases(frame({}), 5) == ([], 0)
+
+
+def test_the_summary_counts_cases_once_and_rows_apart():
+    df = frame({"case_id": "a"}, {"case_id": "a", "stage": "wo_b"}, {"case_id": "b"}, {"case_id": "c", **SKIPPED})
+    assert per_arch(df)[["cases", "rows", "not_judged"]].to_numpy().tolist() == [[2, 3, 1]]
+
+
+def test_evidence_is_a_table_of_arch_and_stage():
+    table = evidence(frame({}, {"evidence": "assumed"}, {"arch": "sm100", "stage": "quantize"}))
+    assert list(table.columns) == ["arch", "quantize", "wo_a"]
+    assert table.to_numpy().tolist() == [["sm90", "", "assumed, measured"], ["sm100", "measured", ""]]
+
+
+@given(
+    st.lists(
+        st.dictionaries(st.sampled_from([0, 1, 2, 4, 64]), st.integers(0, 2**40), max_size=5), min_size=1, max_size=6
+    )
+)
+@settings(max_examples=30)
+def test_the_share_within_one_ulp_is_that_of_all_elements_with_a_distance(histograms):
+    df = frame(*({"ulp_histogram": json.dumps(one) if one else ""} for one in histograms))
+    close = sum(count for one in histograms for step, count in one.items() if step <= 1)
+    total = sum(sum(one.values()) for one in histograms)
+    assert repr(float(per_arch_stage(df)["within_1_ulp"][0])) == repr(close / total if total else math.nan)
+
+
+@pytest.mark.parametrize("text", ["[1]", '{"0": -1}', '{"0": 1.5}', '{"zero": 1}', '{"0": "1"}', "7"])
+def test_a_histogram_that_is_none_is_refused_by_its_text(text):
+    with pytest.raises(RowsError, match=re.escape(text)):
+        per_arch_stage(frame({}, {"ulp_histogram": text}))
+
+
+@given(st.integers(1, 10**12), st.data())
+@settings(max_examples=60)
+def test_a_share_is_called_all_or_none_only_where_it_is(total, data):
+    part = data.draw(st.integers(0, total) | st.integers(max(0, total - 3), total) | st.integers(0, min(3, total)))
+    text = percent(part / total)
+    value = float(text.removesuffix(" %"))
+    assert (text == "100 %") == (part == total)
+    assert (text == "0 %") == (part == 0)
+    # Cut, and never rounded up: of what is shown, at least that much is there.
+    assert value / 100 <= part / total * (1 + 1e-12)
+
+
+def test_ulps_are_whole_and_what_they_are_is_said():
+    table = per_arch_stage(frame({"ulp_max": 30881.0}))
+    assert "| 30,881 |" in to_markdown(table)
+    assert "across zero" in " ".join(NOTES)
 
 
 def test_environment_joins_what_differs():
@@ -205,9 +299,10 @@ def test_the_markdown_file_has_its_parts_and_replay_lines_that_a_shell_reads_bac
         per_arch_stage(df)["arch"].unique()
     )
     failed = worst_cases(df, 10)
+    failed = failed[failed["fault"] != ""]
     lines = [line for line in text.splitlines() if line.startswith("oproj replay")]
     assert [shlex.split(line) for line in lines] == [
-        ["oproj", "replay", case] for case in failed.loc[failed["fault"] != "", "case"]
+        ["oproj", "replay", case, "--engine", engine] for case, engine in zip(failed["case"], failed["engine"])
     ]
     assert ("✗ FAIL" in text) == (len(lines) > 0)
 
@@ -256,10 +351,23 @@ def test_a_failure_shows_in_print_without_colour():
     text = printed(df, 200)
     assert "✗ FAIL" in text
     assert "NaN" in text
-    assert """oproj replay '{"seed": 7}'""" in text
+    assert """oproj replay '{"seed": 7}' --engine software\n""" in text
     assert "✗" not in printed(frame({}), 200)
 
 
 def test_print_rich_writes_to_a_log_in_full_width(capsys):
     print_rich(from_rows([row()]))
     assert "not shown" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "given, options",
+    [
+        ({"engine": "deep_gemm"}, ["--engine", "deep_gemm"]),
+        ({"engine": "own"}, []),
+        ({"engine": "software", "spec": "my file.py:Mine"}, ["--implementation", "my file.py:Mine"]),
+        ({}, []),
+    ],
+)
+def test_a_replay_line_names_what_was_judged(given, options):
+    assert shlex.split(replay_line("{'}", **given)) == ["oproj", "replay", "{'}", *options]

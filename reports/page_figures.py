@@ -1,0 +1,90 @@
+"""Figures of the page: which, in what order, with a heading each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pandas as pd
+import plotly.graph_objects as go
+
+from .aggregate import row_faults, sort_rows
+from .columns import JUDGED
+from .figures import error_against, margin_distribution, ulp_bars
+from .heatmaps import fault_heatmap, first_bad_heatmaps, margin_heatmap
+
+_PAIRS = {
+    "preset × family": ("preset", "family"),
+    "TP × tokens": ("tp_size", "tokens"),
+    "stage × family": ("stage", "family"),
+}
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A figure with its heading; `of` says of which arch, stage and oracle it is, where it is of one."""
+
+    title: str
+    figure: go.Figure
+    of: dict[str, list[str]] = field(default_factory=dict)
+
+    def json(self) -> dict[str, Any]:
+        """Its traces and layout as Plotly's script takes them."""
+        plain: dict[str, Any] = self.figure.to_plotly_json()
+        plain["layout"].pop("template", None)
+        return plain
+
+
+def heat_maps(df: pd.DataFrame) -> list[Panel]:
+    """Worst margins of the bound oracle over pairs of columns, per arch."""
+    rows = df[df["verdict"].isin(JUDGED) & (df["oracle"] == "bound") & (df["compared"] > 0)]
+    return [
+        Panel(f"{arch}: {name}", margin_heatmap(rows, arch, *pair), {"arch": [arch], "oracle": ["bound"]})
+        for name, pair in _PAIRS.items()
+        for arch in _sorted(rows, "arch")
+    ]
+
+
+def failure_maps(df: pd.DataFrame) -> list[Panel]:
+    """Which rows fail, per arch, and where their first bad elements lie, per arch and stage; [] without failures."""
+    failed = df[(row_faults(df) != "").to_numpy()]
+    panels = [
+        Panel(f"{arch}: failing rows", fault_heatmap(df, arch), {"arch": [arch]}) for arch in _sorted(failed, "arch")
+    ]
+    for stage in _sorted(failed, "stage"):
+        for arch in _sorted(failed[failed["stage"] == stage], "arch"):
+            for figure in first_bad_heatmaps(failed, stage, arch):
+                pair = f"{figure.layout.yaxis.title.text} × {figure.layout.xaxis.title.text}"
+                panels.append(Panel(f"{arch} {stage}: first bad, {pair}", figure, {"arch": [arch], "stage": [stage]}))
+    return panels
+
+
+def distributions(df: pd.DataFrame, histograms: pd.DataFrame) -> list[Panel]:
+    """Margins and ULPs per stage and oracle, then error against sizes."""
+    rows = df[df["verdict"].isin(JUDGED) & (df["compared"] > 0)]
+    panels = []
+    for stage, oracle in _places(rows[rows["oracle"].isin(["bound", "format"])]):
+        panels.append(
+            Panel(f"{stage}: margins, {oracle}", margin_distribution(rows, stage, oracle), _of(stage, oracle))
+        )
+    for stage, oracle in _places(histograms):
+        panels.append(Panel(f"{stage}: ULP, {oracle}", ulp_bars(histograms, stage, oracle), _of(stage, oracle)))
+    for name, by in (("tokens", "tokens"), ("TP", "tp_size"), ("K", "K")):
+        figure = error_against(rows, by)
+        if figure.data:
+            panels.append(Panel(f"error against {name}, bound", figure, {"oracle": ["bound"]}))
+    return panels
+
+
+def _of(stage: str, oracle: str) -> dict[str, list[str]]:
+    return {"stage": [stage], "oracle": [oracle]}
+
+
+def _places(df: pd.DataFrame) -> Iterator[tuple[str, str]]:
+    keys = ["stage", "oracle"]
+    yield from sort_rows(df[keys].drop_duplicates().astype(object), keys).itertuples(index=False, name=None)
+
+
+def _sorted(df: pd.DataFrame, name: str) -> list[str]:
+    return list(sort_rows(df[[name]].drop_duplicates().astype(object), [name])[name])
