@@ -31,7 +31,6 @@ from conformance.terminal import (
     BAD_INPUT,
     FAILED,
     INTERRUPTED,
-    PASSED,
     guarded,
     integers,
     say,
@@ -43,8 +42,10 @@ from oproj.arch import ARCHS, get_arch
 from oproj.config import PRESETS
 from oproj.engines import ENGINES
 from oproj.engines.software.gemm import thread_count
-from reports.baseline import write_baselines
-from reports.gate import exit_code, gate
+from reports.baseline import CHANGES, baseline_diff, write_baselines
+from reports.gate import exit_code, gate_folder
+from reports.gate_output import print_gate
+from reports.machine_output import write_outputs
 from reports.page import write_page
 from reports.schema import from_rows
 from reports.store import RowWriter, load, remove_parts, write_csv
@@ -306,23 +307,20 @@ def gate_command(
     baseline: Annotated[Path, typer.Option(help="Baseline file, or a folder of them.")] = BASELINES,
     engine: Annotated[str | None, typer.Option(help="The engine that must have run.")] = None,
     arch: Annotated[Strings, typer.Option(help="The architectures that must have run.")] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", help="A line for each problem, however many.")] = False,
+    junit: Annotated[Path | None, typer.Option(dir_okay=False, help="Write JUnit XML there.")] = None,
+    sarif: Annotated[Path | None, typer.Option(dir_okay=False, help="Write SARIF 2.1.0 there.")] = None,
+    github: Annotated[
+        bool, typer.Option("--github", help="Print annotations, and add the tables to $GITHUB_STEP_SUMMARY.")
+    ] = False,
 ) -> None:
     """Fail where a run is worse than its baseline, lacks rows, or compared nothing."""
     if arch is not None and not split(arch, ()):
         stop(BAD_INPUT, "--arch is empty; name at least one architecture, or leave it out")
-    df = guarded(lambda: load(directory))
-    result = gate(df, baseline, engine, split(arch, ()) or None)
-    for line in [*result.bad_input, *result.problems]:
-        say(line, style="bold red")
-    for line in result.improvements:
-        say(line, style="green")
-    if any(line.endswith("missing in the run") for line in result.problems):
-        say("rows are missing: the baselines are those of whole default runs; --arch narrows what must have run")
-    code = exit_code(result)
-    problems = len(result.problems) + len(result.bad_input)
-    word = "passed" if code == PASSED else f"FAILED, {problems} problem(s)"
-    say(f"gate {word}; {result.compared:,} elements compared")
-    raise typer.Exit(code)
+    result = guarded(lambda: gate_folder(directory, baseline, engine, split(arch, ()) or None))
+    print_gate(result, verbose=verbose)
+    guarded(lambda: write_outputs(result, junit=junit, sarif=sarif, github=github))
+    raise typer.Exit(exit_code(result))
 
 
 @app.command()
@@ -330,9 +328,17 @@ def rebaseline(
     directory: Rows,
     reason: Annotated[str, typer.Option(help="Why the baselines change.")],
     baseline: Annotated[Path, typer.Option(help="Folder of the baselines.")] = BASELINES,
+    fewer: Annotated[bool, typer.Option("--fewer", help="Allow a run without rows that the baselines have.")] = False,
 ) -> None:
-    """Make a run the new baseline; refused where anything failed or nothing was compared."""
-    for path in guarded(lambda: write_baselines(load(directory), baseline, reason)):
+    """Make a run the new baseline; refused where anything failed, nothing was compared, or rows are missing."""
+
+    def write() -> tuple[pd.DataFrame, list[Path]]:
+        df = load(directory)
+        return baseline_diff(df, baseline), write_baselines(df, baseline, reason, allow_fewer=fewer)
+
+    changed, paths = guarded(write)
+    say(to_markdown(changed).rstrip() if len(changed) else "no figure changed")
+    for path in [*paths, baseline / CHANGES]:
         say(f"wrote {path}")
 
 

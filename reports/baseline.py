@@ -1,8 +1,8 @@
 """Baselines: what a run reached, as small sorted text in git, one file per architecture and engine.
 
 `<arch>-<engine>.csv` has a line per (arch, engine, implementation, stage, oracle, preset, tp_size, family).
-Floats are written with every digit. `CHANGES.md` beside them says when, why, and with which versions they were
-made; it is apart from the figures so that a changed line of a baseline is a changed figure.
+Floats are written with every digit. `CHANGES.md` beside them says when, why, with which versions they were made, and
+what that changed; it is apart from the figures so that a changed line of a baseline is a changed figure.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import io
 import math
 import os
 import re
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -19,17 +20,22 @@ from typing import Any
 import pandas as pd
 
 from .aggregate import NOTHING, aggregate, row_faults
+from .baseline_changes import changes, to_list_item, unchanged
 from .columns import JUDGED, RowsError
 from .files import write_text
 from .schema import validate
+from .significance import COUNTS, FLOATS
 from .tables import environment
 
 KEYS = ("arch", "engine", "implementation", "stage", "oracle", "preset", "tp_size", "family")
-COUNTS = ("compared", "mismatched")
-FLOATS = ("margin_max", "rms_rel_error", "signed_bias")
 BASELINE_COLUMNS = (*KEYS, *COUNTS, *FLOATS)
 CHANGES = "CHANGES.md"
-_HEADER = "# Changes of the baselines\n\nOldest first; each line: time, files, reason, what made the rows.\n\n"
+_HEADER = """# Changes of the baselines
+
+Oldest first; each entry: time, files, reason, what made the rows, and what changed: new and removed rows, and for each
+figure in how many rows it moved, with the largest move.
+
+"""
 
 
 def baseline_frame(df: pd.DataFrame) -> pd.DataFrame:
@@ -58,25 +64,60 @@ def where(row: Any) -> str:
     return f"{row['arch']} {row['engine']} {row['implementation']}: {row['stage']} {row['oracle']}, {preset}"
 
 
-def write_baselines(df: pd.DataFrame, directory: str | os.PathLike[str], reason: str) -> list[Path]:
-    """Replace the baseline file of each (arch, engine) of the run and add a line to CHANGES.md.
+Rows = dict[tuple[Any, ...], dict[str, Any]]
 
-    Returns the paths of the baseline files. Files of other architectures and engines stay as they are.
 
-    Raises: ValueError where the reason is empty, any row failed, or nothing was compared - in the whole run or in
-    one combination; RowsError where `df` is not a frame of rows. Nothing is written then.
+def write_baselines(
+    df: pd.DataFrame, directory: str | os.PathLike[str], reason: str, *, allow_fewer: bool = False
+) -> list[Path]:
+    """Replace the baseline file of each (arch, engine) of the run and add an entry to CHANGES.md.
+
+    Returns the paths of the baseline files. Files of other architectures and engines stay as they are, and so do the
+    digits of every row whose figures moved by no more than the last bits of the reference.
+
+    Raises: ValueError where the reason is empty, any row failed, nothing was compared - in the whole run or in one
+    combination - or the run lacks rows that the baselines have, which would loosen the gate (unless `allow_fewer`);
+    RowsError where `df` is not a frame of rows or a baseline cannot be read. Nothing is written then.
     """
     if not reason.strip():
         raise ValueError(f"reason must say why the baselines change, got {reason!r}")
-    rows = combinations(df)
-    _refuse_bad_run(df, rows)
-    rows = rows[list(BASELINE_COLUMNS)]
+    folder = Path(directory)
+    old, new = old_and_new(df, folder)
+    gone = [row for key, row in old.items() if key not in new]
+    if gone and not allow_fewer:
+        text = f"the run lacks {len(gone)} row(s) of the baselines, the first: {where(gone[0])}"
+        raise ValueError(f"{text}; run all of it, or allow fewer rows where they are gone for good")
+    rows = pd.DataFrame(_kept(old, new).values(), columns=list(BASELINE_COLUMNS))
     names = [_file_name(arch, engine) for arch, engine in zip(rows["arch"], rows["engine"])]
     texts = {name: _to_csv(rows[[other == name for other in names]]) for name in dict.fromkeys(names)}
-    folder = Path(directory)
     paths = [write_text(folder / name, text) for name, text in texts.items()]
-    write_text(folder / CHANGES, _changes(folder / CHANGES) + _change_line(df, sorted(texts), reason))
+    entry = _change_line(df, sorted(texts), reason) + "\n" + to_list_item(changes(old, new)) + "\n"
+    write_text(folder / CHANGES, _changes(folder / CHANGES) + entry)
     return paths
+
+
+def baseline_diff(df: pd.DataFrame, directory: str | os.PathLike[str]) -> pd.DataFrame:
+    """What `write_baselines` would change, as `baseline_changes.changes` describes it; refuses what that refuses."""
+    return changes(*old_and_new(df, Path(directory)))
+
+
+def old_and_new(df: pd.DataFrame, folder: Path) -> tuple[Rows, Rows]:
+    """Rows by key: those of the baseline files that the run would replace, and those of the run."""
+    groups = combinations(df)
+    _refuse_bad_run(df, groups)
+    new = _by_key(groups[list(BASELINE_COLUMNS)])
+    paths = [folder / name for name in dict.fromkeys(_file_name(*key[:2]) for key in new)]
+    old = {key: row for path in paths if path.exists() for key, row in _by_key(read_baseline(path)).items()}
+    return old, new
+
+
+def _by_key(table: pd.DataFrame) -> Rows:
+    rows = [{str(name): value for name, value in row.items()} for row in table.to_dict("records")]
+    return {tuple(row[name] for name in KEYS): row for row in rows}
+
+
+def _kept(old: Rows, new: Rows) -> Rows:
+    return {key: old[key] if key in old and unchanged(row, old[key]) else row for key, row in new.items()}
 
 
 def _refuse_bad_run(df: pd.DataFrame, groups: pd.DataFrame) -> None:
@@ -119,8 +160,22 @@ def _change_line(df: pd.DataFrame, names: list[str], reason: str) -> str:
     return f"- {now}: {', '.join(names)}: {' '.join(reason.split())} ({made_by})\n"
 
 
+@dataclass(frozen=True)
+class Line:
+    """A row of a baseline, and the file and line it is on."""
+
+    row: dict[str, Any]
+    file: str
+    number: int
+
+
 def read_baseline(path: str | os.PathLike[str]) -> pd.DataFrame:
-    """The rows of one baseline file, with the columns of `baseline_frame`.
+    """The rows of one baseline file, with the columns of `baseline_frame`; errors as `baseline_lines`."""
+    return pd.DataFrame([line.row for line in baseline_lines(path)], columns=list(BASELINE_COLUMNS))
+
+
+def baseline_lines(path: str | os.PathLike[str]) -> list[Line]:
+    """The rows of one baseline file, each with its place.
 
     Raises: RowsError that names the file and what is wrong: missing or foreign column, a value that is no number,
     a repeated row, or rows that do not belong to the file's name.
@@ -130,18 +185,20 @@ def read_baseline(path: str | os.PathLike[str]) -> pd.DataFrame:
         with source.open(encoding="utf-8", newline="") as file:
             reader = csv.DictReader(file, strict=True)
             _check_header(source, list(reader.fieldnames or []))
-            rows = [_parse(source, reader.line_num, line) for line in reader]
+            lines = [Line(_parse(source, reader.line_num, texts), str(source), reader.line_num) for texts in reader]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise RowsError(f"{source}: not a baseline file: {error}") from error
-    keys = [tuple(row[name] for name in KEYS) for row in rows]
-    for row, key in zip(rows, keys):
-        if keys.count(key) > 1:
+    seen: set[tuple[Any, ...]] = set()
+    for line in lines:
+        row, key = line.row, tuple(line.row[name] for name in KEYS)
+        if key in seen:
             raise RowsError(f"{source}: repeated row: {where(row)}")
+        seen.add(key)
         if source.name != f"{row['arch']}-{row['engine']}.csv":
             raise RowsError(f"{source}: holds a row of {row['arch']} on {row['engine']}, which its name does not say")
-    if not rows:
+    if not lines:
         raise RowsError(f"{source}: holds no rows")
-    return pd.DataFrame(rows, columns=list(BASELINE_COLUMNS))
+    return lines
 
 
 def _check_header(source: Path, names: list[str]) -> None:

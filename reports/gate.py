@@ -2,56 +2,37 @@
 
 Worse, missing, unknown, failed or not comparable is a problem; better is an improvement that asks for a new
 baseline. Nothing compared is a failure.
+
+The software engine is deterministic, so each of its figures must equal the recorded one (up to the last bits of the
+float64 reference, `significance.py`) or be better. On hardware the order of a reduction may be free, so margins, RMS
+error and bias move from run to run: there a row is judged by its own margin, which the derived bound holds to at most
+1, and against the baseline by its counts.
 """
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from decimal import ROUND_DOWN, ROUND_HALF_EVEN, Context, Decimal
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
 from .aggregate import row_faults
-from .baseline import FLOATS, KEYS, combinations, nothing_compared, read_baseline, where
-from .columns import JUDGED, RowsError
+from .baseline import KEYS, Line, baseline_lines, combinations
+from .columns import JUDGED, NoRowsError, RowsError
+from .findings import Finding, GateResult, exit_code
 from .schema import validate
+from .significance import COUNTS, FLOATS, direction
+from .store import load
 
-PASSED, REGRESSED, BAD_INPUT, NOTHING_COMPARED = 0, 1, 2, 4
-_SIGNIFICANT = 6
-# Between the largest float64 and the last digit of the smallest.
-_EVERY_DIGIT = Context(prec=700)
+__all__ = ["GateResult", "exit_code", "gate", "gate_folder"]
+
 _ONE_ROW = ["arch", "engine", "implementation", "stage", "oracle", "case_id"]
 
+Key = tuple[Any, ...]
 Row = dict[str, Any]
-Rows = dict[tuple[Any, ...], Row]
-
-
-@dataclass(frozen=True)
-class GateResult:
-    """What the gate found, each entry one line that names arch, engine, stage and figure.
-
-    `compared` and `failed` count elements and rows of the run; a result that compared nothing never passes.
-    """
-
-    problems: list[str]
-    improvements: list[str]
-    bad_input: list[str] = field(default_factory=list)
-    compared: int = 0
-    failed: int = 0
-
-
-def exit_code(result: GateResult) -> int:
-    """0 passed, 1 failed or regressed, 2 unusable rows or baselines, 4 nothing was compared."""
-    if result.bad_input:
-        return BAD_INPUT
-    if result.compared == 0 and result.failed == 0:
-        return NOTHING_COMPARED
-    return REGRESSED if result.problems else PASSED
+Base = dict[Key, Line]
 
 
 def gate(
@@ -74,127 +55,158 @@ def gate(
         engines = set(df["engine"].unique()) if expected_engine is None else {expected_engine}
         base = _read_baselines(Path(baseline_dir), engines, expected_archs)
     except RowsError as error:
-        return GateResult([], [], bad_input=[str(error)])
+        return GateResult([], [], bad_input=[Finding("unusable", str(error))])
     faults = row_faults(df)
     compared = int(df.loc[df["verdict"].isin(JUDGED), "compared"].sum())
-    problems = [] if compared else ["nothing was compared"]
     groups = combinations(df)
-    problems += [f"{text}: nothing compared" for text in nothing_compared(groups)]
+    problems = [] if compared else [Finding("empty", "nothing was compared")]
+    problems += [
+        _of(row, "empty", "nothing compared") for row in _rows(groups[groups["verdict"] == "nothing compared"])
+    ]
     problems += _failed_rows(df, faults)
     problems += _repeated_rows(df)
     problems += _other_engine(df, expected_engine)
     problems += _absent_archs(df, expected_archs)
-    against, improvements = _against_baselines(_by_key(groups), base)
-    return GateResult(problems + against, improvements, compared=compared, failed=int((faults != "").sum()))
+    asked = df if expected_engine is None else df[df["engine"] == expected_engine]
+    ran = {_key(row): row for row in _rows(groups) if row["engine"] in engines}
+    against, improvements = _against_baselines(ran, base, asked)
+    failed = int((faults != "").sum())
+    checked = [_of(row, "", "") for row in {**{k: line.row for k, line in base.items()}, **ran}.values()]
+    return GateResult(problems + against, improvements, compared=compared, failed=failed, checked=checked)
 
 
-def _read_baselines(source: Path, engines: Iterable[str], archs: Sequence[str] | None) -> Rows:
+def gate_folder(
+    path: str | os.PathLike[str],
+    baseline_dir: str | os.PathLike[str],
+    expected_engine: str | None = None,
+    expected_archs: Sequence[str] | None = None,
+) -> GateResult:
+    """`gate` of the rows at `path` (a folder of parts or a file), unreadable and absent ones included.
+
+    What cannot be read is `bad_input`; a place without rows has compared nothing.
+    """
+    try:
+        df = load(path)
+    except NoRowsError as error:
+        return GateResult([Finding("empty", str(error))], [])
+    except RowsError as error:
+        return GateResult([], [], bad_input=[Finding("unusable", str(error))])
+    return gate(df, baseline_dir, expected_engine, expected_archs)
+
+
+def _read_baselines(source: Path, engines: Iterable[str], archs: Sequence[str] | None) -> Base:
     if not source.exists():
         raise RowsError(f"{source}: no such baseline file or folder")
     paths = sorted(source.glob("*.csv")) if source.is_dir() else [source]
-    found: Rows = {}
-    for path in paths:
-        found.update(_by_key(read_baseline(path)))
+    found = [line for path in paths for line in baseline_lines(path)]
     wanted = set(engines)
-    return {k: r for k, r in found.items() if r["engine"] in wanted and (archs is None or r["arch"] in archs)}
+    kept = [line for line in found if line.row["engine"] in wanted and (archs is None or line.row["arch"] in archs)]
+    return {_key(line.row): line for line in kept}
 
 
-def _failed_rows(df: pd.DataFrame, faults: pd.Series) -> list[str]:
-    """A line per combination and fault, so that a broken kernel gives a line and not a thousand."""
-    bad = df[[*KEYS, "case_id"]].assign(fault=faults)[faults != ""]
-    lines = []
+def _rows(table: pd.DataFrame) -> list[Row]:
+    return [{str(name): value for name, value in row.items()} for row in table.to_dict("records")]
+
+
+def _key(row: Row) -> Key:
+    return tuple(row[name] for name in KEYS)
+
+
+def _of(row: Row, kind: str, text: str, case: pd.Series | None = None, **more: Any) -> Finding:
+    """A finding about the combination of `row`, shown by the row `case` of the run."""
+    keys = {name: row[name] for name in KEYS}
+    if case is not None:
+        more |= {name: str(case[name]) for name in ("case_id", "case", "spec")} | {"tokens": int(case["tokens"])}
+    return Finding(kind, text, **keys, **more)
+
+
+def _failed_rows(df: pd.DataFrame, faults: pd.Series) -> list[Finding]:
+    """One per combination and fault, so that a broken kernel gives a line and not a thousand."""
+    bad = df[faults != ""].assign(fault=faults[faults != ""])
+    found = []
     for _, rows in bad.groupby([*KEYS, "fault"], observed=True, sort=False):
         first = rows.iloc[0]
-        lines.append(f"{where(first)}: {first['fault']} in {len(rows)} row(s), the first case {first['case_id']}")
-    return lines
+        text = (
+            f"{first['fault']} in {len(rows)} row(s), the first case {first['case_id']} of {first['tokens']} token(s)"
+        )
+        figure, run = "mismatched", float(rows["mismatched"].sum())
+        if not run:
+            figure, run = "margin_max", float(first["margin_max"])
+        found.append(_of(first.to_dict(), "failed", text, first, figure=figure, run=run))
+    return found
 
 
-def _repeated_rows(df: pd.DataFrame) -> list[str]:
+def _repeated_rows(df: pd.DataFrame) -> list[Finding]:
     repeated = df[df.duplicated(_ONE_ROW)]
     if repeated.empty:
         return []
     first = repeated.iloc[0]
-    return [f"{where(first)}: {len(repeated)} row(s) occur twice, the first of case {first['case_id']}"]
+    text = f"{len(repeated)} row(s) occur twice, the first of case {first['case_id']}"
+    return [_of(first.to_dict(), "repeated", text, first)]
 
 
-def _other_engine(df: pd.DataFrame, expected: str | None) -> list[str]:
+def _other_engine(df: pd.DataFrame, expected: str | None) -> list[Finding]:
     if expected is None:
         return []
-    pairs = df.loc[df["engine"] != expected, ["arch", "engine"]].drop_duplicates()
-    return [f"{arch}: ran on engine {engine}, asked for was {expected}" for arch, engine in pairs.to_numpy()]
-
-
-def _absent_archs(df: pd.DataFrame, expected: Sequence[str] | None) -> list[str]:
-    ran = set(df["arch"].unique())
-    return [f"{arch}: asked for, and did not run" for arch in expected or () if arch not in ran]
-
-
-def _by_key(rows: pd.DataFrame) -> Rows:
-    records = [{str(name): value for name, value in row.items()} for row in rows.to_dict("records")]
-    return {tuple(row[name] for name in KEYS): row for row in records}
-
-
-def _against_baselines(run: Rows, base: Rows) -> tuple[list[str], list[str]]:
-    """Problems and improvements of a run's combinations against those of the baselines."""
-    run_files, base_files = {key[:2] for key in run}, {key[:2] for key in base}
-    problems = [f"{arch}: no baseline file {arch}-{engine}.csv" for arch, engine in sorted(run_files - base_files)]
-    problems += [
-        f"{arch}: has a baseline on engine {engine}, and did not run on it"
-        for arch, engine in sorted(base_files - run_files)
+    pairs = df.loc[df["engine"] != expected, ["arch", "engine"]].drop_duplicates().to_numpy()
+    return [
+        Finding("engine", f"ran on engine {engine}, asked for was {expected}", arch=arch, engine=engine)
+        for arch, engine in pairs
     ]
-    problems += [f"{where(base[k])}: missing in the run" for k in base if k not in run and k[:2] in run_files]
-    problems += [f"{where(run[k])}: has no baseline row" for k in run if k not in base and k[:2] in base_files]
-    improvements: list[str] = []
-    for key in run:
-        if key in base:
-            worse, better = _compare(run[key], base[key])
-            problems += [f"{where(run[key])}: {text}" for text in worse]
-            improvements += [f"{where(run[key])}: {text}; rebaseline to keep it" for text in better]
+
+
+def _absent_archs(df: pd.DataFrame, expected: Sequence[str] | None) -> list[Finding]:
+    ran = set(df["arch"].unique())
+    return [Finding("absent", "asked for, and did not run", arch=arch) for arch in expected or () if arch not in ran]
+
+
+def _against_baselines(run: dict[Key, Row], base: Base, df: pd.DataFrame) -> tuple[list[Finding], list[Finding]]:
+    """Problems and improvements of a run's combinations against those of the baselines."""
+    ran, recorded = {key[:2] for key in run}, {key[:2] for key in base}
+    problems = [
+        Finding("absent", f"no baseline file {arch}-{engine}.csv", arch=arch, engine=engine)
+        for arch, engine in sorted(ran - recorded)
+    ]
+    problems += [
+        Finding("absent", f"has a baseline on engine {engine}, and did not run on it", arch=arch, engine=engine)
+        for arch, engine in sorted(recorded - ran)
+    ]
+    for key, line in base.items():
+        if key not in run and key[:2] in ran:
+            problems.append(_of(line.row, "missing", "missing in the run", file=line.file, line=line.number))
+    problems += [_of(run[k], "unknown", "has no baseline row") for k in run if k not in base and k[:2] in recorded]
+    worse, better = _compare_all([(run[key], line) for key, line in base.items() if key in run], df)
+    return problems + worse, better
+
+
+def _compare_all(pairs: list[tuple[Row, Line]], df: pd.DataFrame) -> tuple[list[Finding], list[Finding]]:
+    places = df.groupby(list(KEYS), observed=True, sort=False).indices
+    problems, improvements = [], []
+    for new, line in pairs:
+        worse, better = compare(new, line.row)
+        rows = df.iloc[places[_key(new)]]
+        fewer = "compared" in worse
+        # An RMS error or a bias of some of the elements says nothing about that of all.
+        told = [name for name in worse if not (fewer and name in ("rms_rel_error", "signed_bias"))]
+        problems += [_moved("fewer" if name == "compared" else "worse", name, new, line, rows) for name in told]
+        # Fewer elements, or a figure that got worse: what looks better beside it may be what was left out.
+        improvements += [] if worse else [_moved("better", name, new, line, rows) for name in better]
     return problems, improvements
 
 
-def _compare(new: Row, old: Row) -> tuple[list[str], list[str]]:
-    """What is worse and what is better in one combination."""
-    worse: list[str] = []
-    better: list[str] = []
-    # On hardware the order of a reduction may be free, so its figures move from run to run: there the rows'
-    # own rule (each margin at most 1) and the counts decide. The software engine is deterministic.
-    floats = FLOATS if new["engine"] == "software" else ()
-    for name in ("mismatched", "compared", *floats):
-        sign = _sign(name, new, old)
-        # More compared is better, more of anything else is worse.
-        word = {0: "", 1: "worse", -1: "better"}[-sign if name == "compared" else sign]
-        if word:
-            line = f"{word} {name} {new[name]!r}, the baseline has {old[name]!r}"
-            (worse if word == "worse" else better).append(line)
-    return worse, better
+def compare(new: Row, old: Row) -> tuple[list[str], list[str]]:
+    """The figures that are worse and those that are better in one combination."""
+    names = (*COUNTS, *FLOATS) if new["engine"] == "software" else COUNTS
+    words = {name: direction(name, new, old) for name in names}
+    return [n for n in names if words[n] == "worse"], [n for n in names if words[n] == "better"]
 
 
-def _sign(name: str, new: Row, old: Row) -> int:
-    """1 where the size of a figure grew, -1 where it shrank, 0 where it is the same; NaN on one side is growth.
-
-    The software engine gives the same bits everywhere, but the float64 reference beside it is a BLAS product,
-    whose summation order differs by machine and thread count and moves its last bits. So figures are compared
-    by their decimal text with 6 significant digits of the baseline's; a bias, which may be the small rest of
-    errors that cancel, down to the place of the sixth digit of the RMS error, the size of what cancelled.
-
-    Both the rounded and the truncated text must have moved: a figure at the edge of one of them (a power of two
-    often is) would change it by its last bit, and it cannot be at the edge of both.
-    """
-    a, b = new[name], old[name]
-    if math.isnan(a) or math.isnan(b):
-        return int(math.isnan(a) != math.isnan(b))
-    a, b = abs(a), abs(b)
-    if name in FLOATS and math.isfinite(b):
-        sizes = [old["rms_rel_error"], b] if name == "signed_bias" else [b]
-        size = next((size for size in sizes if size > 0 and math.isfinite(size)), None)
-        if size is not None and math.isfinite(a):
-            signs = {_text_sign(a, b, size, rounding) for rounding in (ROUND_HALF_EVEN, ROUND_DOWN)}
-            return signs.pop() if len(signs) == 1 else 0
-    return int(a > b) - int(a < b)
-
-
-def _text_sign(a: float, b: float, size: float, rounding: str) -> int:
-    unit = Decimal(1).scaleb(Decimal(size).adjusted() - _SIGNIFICANT + 1)
-    a_text, b_text = (Decimal(value).quantize(unit, rounding, _EVERY_DIGIT) for value in (a, b))
-    return int(a_text > b_text) - int(a_text < b_text)
+def _moved(kind: str, name: str, new: Row, line: Line, rows: pd.DataFrame) -> Finding:
+    text = f"{'better' if kind == 'better' else 'worse'} {name} {new[name]!r}, the baseline has {line.row[name]!r}"
+    if kind == "better":
+        text += "; rebaseline to keep it"
+    sizes = rows[name].abs()
+    worst = rows.loc[sizes.idxmax()] if sizes.notna().any() else rows.iloc[0]
+    place = {"file": line.file, "line": line.number}
+    figure = {"figure": name, "run": float(new[name]), "baseline": float(line.row[name])}
+    return _of(new, kind, text, worst, **figure, **place)

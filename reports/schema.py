@@ -11,16 +11,18 @@ import operator
 import re
 from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime, timedelta
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import pyarrow as pa
 
+from .aggregate import rank
 from .columns import BY_NAME, COLUMNS, JUDGED, NAMES, SCHEMA_VERSION, WORDS, Column, RowsError
 
 _NOT_EMPTY = ("run_id", "arch", "engine", "implementation", "stage", "case_id")
-_JSON = ("case", "ulp_histogram", "first_bad", "versions")
+_JSON = ("case", "ulp_histogram", "first_bad", "error_map", "versions")
 _DEFAULTS: dict[str, Any] = {"int64": 0, "float64": math.nan, "category": "", "string": ""}
 _ARROW = {"int64": pa.int64(), "float64": pa.float64(), "category": pa.string(), "string": pa.string()}
 
@@ -143,7 +145,8 @@ def empty_frame() -> pd.DataFrame:
 
 
 def from_arrow(table: pa.Table) -> pd.DataFrame:
-    """An Arrow table as a frame: text columns of the schema get their dtypes, all others stay as they are."""
+    """An Arrow table as a frame: text columns of the schema get their dtypes, their categories sorted as people expect
+    (`aggregate.rank`); all others stay as they are."""
     for index, field in enumerate(table.schema):
         column = BY_NAME.get(field.name)
         if column is not None and column.dtype in ("category", "string") and _is_text(field.type):
@@ -154,7 +157,11 @@ def from_arrow(table: pa.Table) -> pd.DataFrame:
                 values = values.cast(pa.string()).dictionary_encode()
             table = table.set_column(index, field.name, values)
     mapper: Callable[[pa.DataType], Any] = {pa.string(): STRING_DTYPE}.get
-    return table.unify_dictionaries().to_pandas(types_mapper=mapper)
+    df = table.unify_dictionaries().to_pandas(types_mapper=mapper)
+    for name in df.columns:
+        if name in BY_NAME and isinstance(df[name].dtype, pd.CategoricalDtype):
+            df[name] = df[name].cat.reorder_categories(sorted(df[name].cat.categories, key=partial(rank, name)))
+    return df
 
 
 def _is_text(kind: pa.DataType) -> bool:

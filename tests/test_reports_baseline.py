@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from reports import baseline_frame, exit_code, from_rows, gate, write_baselines
 from reports.aggregate import aggregate
-from reports.baseline import KEYS, read_baseline
+from reports.baseline import KEYS, baseline_diff, read_baseline
 from reports_rows import EMPTY, GOOD, SKIPPED, frame, passing_rows, run
 
 
@@ -86,5 +86,49 @@ def test_changes_gain_one_line_for_each_rebaseline(baselines):
 
 def test_a_rebaseline_leaves_other_files_alone(baselines):
     before = (baselines / "sm100-software.csv").read_bytes()
-    assert write_baselines(frame({"margin_max": 0.25}), baselines, "again") == [baselines / "sm90-software.csv"]
+    only = frame({**GOOD[0], "margin_max": 0.25})
+    assert write_baselines(only, baselines, "again") == [baselines / "sm90-software.csv"]
     assert (baselines / "sm100-software.csv").read_bytes() == before
+
+
+def test_a_run_that_lacks_rows_of_the_baselines_is_refused_until_it_is_said_that_they_are_gone(baselines):
+    before = {path.name: path.read_bytes() for path in baselines.iterdir()}
+    fewer = run({"arch": "sm90", "family": "new"}, family="other")
+    with pytest.raises(ValueError, match=r"lacks 1 row\(s\) of the baselines, the first: sm90 .*family wide; run all"):
+        write_baselines(fewer, baselines, "less")
+    assert {path.name: path.read_bytes() for path in baselines.iterdir()} == before
+    write_baselines(fewer, baselines, "less", allow_fewer=True)
+    assert set(read_baseline(baselines / "sm90-software.csv")["family"]) == {"new", "other"}
+    assert "| sm90-software.csv | wo_a | bound | removed | 1 |" in (baselines / "CHANGES.md").read_text()
+
+
+def test_changes_say_which_figures_moved_in_how_many_rows_and_how_far(baselines):
+    moved = run({"family": "new"}, margin_max=0.5, compared=2000)
+    expected = {
+        ("new", 1, "", ""),
+        ("compared better", 1, "1,000 -> 2,000", "v4-pro, TP 8, wide"),
+        ("margin_max better", 1, "0.75 -> 0.5", "v4-pro, TP 8, wide"),
+    }
+    table = baseline_diff(moved, baselines)
+    assert set(zip(table["what"], table["rows"], table["largest change"], table["where"])) == expected
+    assert set(table["file"]) == {"sm90-software.csv"} and set(table["stage"]) == {"wo_a"}
+    write_baselines(moved, baselines, "better")
+    entry = (baselines / "CHANGES.md").read_text().rpartition("\n- ")[2]
+    assert all(text in entry for text in ("margin_max better", "0.75 -&gt; 0.5")) or "0.75 -> 0.5" in entry
+    write_baselines(moved, baselines, "again")
+    assert (baselines / "CHANGES.md").read_text().endswith("  No figure changed.\n\n")
+
+
+def test_the_largest_change_is_the_one_that_moved_most(baselines):
+    wide = [{**GOOD[0], "family": name, "margin_max": 0.5} for name in "abc"]
+    write_baselines(frame(*wide), baselines, "three", allow_fewer=True)
+    for row, margin in zip(wide, (0.49, 0.1, 0.4)):
+        row["margin_max"] = margin
+    (moved,) = baseline_diff(frame(*wide), baselines).to_dict("records")
+    assert (moved["rows"], moved["largest change"], moved["where"]) == (3, "0.5 -> 0.1", "v4-pro, TP 8, b")
+
+
+def test_digits_that_only_another_machine_moved_stay(baselines):
+    before = (baselines / "sm90-software.csv").read_bytes()
+    write_baselines(run(margin_max=math.nextafter(0.75, 0)), baselines, "another machine")
+    assert (baselines / "sm90-software.csv").read_bytes() == before
