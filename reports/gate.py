@@ -205,8 +205,7 @@ def _moved(kind: str, name: str, new: Row, line: Line, rows: pd.DataFrame) -> Fi
     text = f"{'better' if kind == 'better' else 'worse'} {name} {new[name]!r}, the baseline has {line.row[name]!r}"
     if kind == "better":
         text += "; rebaseline to keep it"
-    sizes = rows[name].abs()
-    worst = rows.loc[sizes.idxmax()] if sizes.notna().any() else rows.iloc[0]
+    worst = rows.iloc[int(rows[name].abs().fillna(-1).to_numpy().argmax())]
     place = {"file": line.file, "line": line.number}
     figure = {"figure": name, "run": float(new[name]), "baseline": float(line.row[name])}
     return _of(new, kind, text, worst, **figure, **place)
