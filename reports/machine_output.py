@@ -76,8 +76,8 @@ def write_junit(result: GateResult, path: str | os.PathLike[str]) -> Path:
 def _suites(result: GateResult) -> dict[tuple[str, str], dict[str, list[Finding]]]:
     """(arch, engine) -> name of a test case -> what was found there."""
     found = [*result.all_problems, *result.improvements]
-    if exit_code(result) != PASSED and not found:
-        found = [Finding("empty", "nothing was compared")]
+    if exit_code(result) != PASSED and not result.all_problems:
+        found.append(Finding("empty", "nothing was compared"))
     suites: dict[tuple[str, str], dict[str, list[Finding]]] = {}
     for finding in [*result.checked, *found]:
         cases = suites.setdefault((finding.arch, finding.engine), {})

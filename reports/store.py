@@ -164,9 +164,11 @@ def _read_part(path: Path) -> pa.Table:
     expected = {field.name: field.type for field in ARROW_SCHEMA}
     for name in _CATEGORIES:
         expected[name] = pa.dictionary(pa.int32(), pa.string())
-    if {field.name: field.type for field in table.schema} != expected:
+    found = {field.name: field.type for field in table.schema}
+    if found != expected:
         _checked(path, from_arrow(table))
-        raise RowsError(f"{path}: its column types are not those of a row file")
+        name = next(name for name in expected if found[name] != expected[name])
+        raise RowsError(f"{path}: column {name} is {found[name]}; a row file has {expected[name]}")
     return table
 
 
