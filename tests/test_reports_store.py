@@ -64,6 +64,17 @@ def test_a_part_can_be_loaded_alone_and_parts_load_in_order(tmp_path):
     assert list(load(writer.paths[1])["case_id"]) == ["c1"]
 
 
+def test_groups_come_in_the_order_people_expect_without_sorting(tmp_path):
+    with RowWriter(tmp_path, "r1", 1) as writer:
+        for arch in ("sm120", "sm90", "sm100"):
+            writer.extend(row(arch=arch, stage=stage, oracle="bits") for stage in ("wo_b", "quantize", "mine", "wo_a"))
+    df = load(tmp_path)
+    groups = df.groupby(["arch", "stage"], observed=True)["compared"].sum()
+    stages = ["quantize", "wo_a", "wo_b", "mine"]
+    assert list(groups.index) == [(arch, stage) for arch in ("sm90", "sm100", "sm120") for stage in stages]
+    assert list(df["stage"][:4]) == ["wo_b", "quantize", "mine", "wo_a"]
+
+
 def test_a_run_that_is_opened_again_goes_on_and_overwrites_nothing(tmp_path):
     for i in range(3):
         with RowWriter(tmp_path, "r1") as writer:
@@ -172,6 +183,11 @@ def _other_dtype(folder: Path) -> Path:
     return folder / "rows-x-0000.parquet"
 
 
+def _other_text(folder: Path) -> Path:
+    frame({}).to_parquet(folder / "rows-x-0000.parquet")
+    return folder / "rows-x-0000.parquet"
+
+
 @pytest.mark.parametrize(
     "plant, message",
     [
@@ -179,6 +195,7 @@ def _other_dtype(folder: Path) -> Path:
         (_renamed, "foreign file; parts are named rows-"),
         (_foreign_parquet, "missing column"),
         (_other_dtype, "column compared must be int64, it is float64"),
+        (_other_text, "column time_utc is large_string; a row file has string"),
     ],
 )
 def test_a_bad_part_in_a_folder_is_named(tmp_path, plant, message):
