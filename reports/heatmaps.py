@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from .aggregate import aggregate, row_faults, sort_rows
+from .aggregate import aggregate, sort_rows
 from .columns import JUDGED
 from .figures import CAP, style
 from .formatting import label, records
@@ -47,24 +47,26 @@ def margin_heatmap(df: pd.DataFrame, arch: str, rows: str, columns: str, oracle:
     return _titled(figure, label(columns), label(rows))
 
 
-def fault_heatmap(df: pd.DataFrame, arch: str) -> go.Figure:
-    """Share of an arch's judged rows that fail, by stage and oracle against family."""
-    judged = df[df["verdict"].isin(JUDGED) & (df["arch"] == arch)]
-    place = judged["stage"].astype(object) + " " + judged["oracle"].astype(object)
-    fails = judged.assign(place=place, family=judged["family"].astype(object), fails=row_faults(judged) != "")
-    table = fails.groupby(["place", "family"])["fails"].agg(["sum", "count"])
-    keys = sort_rows(judged[["stage", "oracle"]].drop_duplicates().astype(object), ["stage", "oracle"])
-    y, x = [f"{stage} {oracle}" for stage, oracle in keys.itertuples(index=False)], sorted(fails["family"].unique())
-    counts = [
-        [tuple(table.loc[(row, column)]) if (row, column) in table.index else (0, 0) for column in x] for row in y
-    ]
+def fault_heatmap(judged: pd.DataFrame, arch: str) -> go.Figure:
+    """Share of an arch's judged rows that fail, by stage and oracle against family.
+
+    judged: columns arch, stage, oracle, family and `fails` (bool).
+    """
+    of_arch = judged[judged["arch"] == arch]
+    keys = ["stage", "oracle", "family"]
+    table = sort_rows(of_arch.groupby(keys, observed=True)["fails"].agg(["sum", "count"]).reset_index(), keys)
+    counts = {
+        (f"{line['stage']} {line['oracle']}", line["family"]): (line["sum"], line["count"]) for line in records(table)
+    }
+    y, x = list(dict.fromkeys(place for place, _ in counts)), sorted({family for _, family in counts})
+    cells = [[counts.get((row, column), (0, 0)) for column in x] for row in y]
     figure = _heatmap(
-        [[failed / rows if rows else None for failed, rows in line] for line in counts],
+        [[failed / rows if rows else None for failed, rows in line] for line in cells],
         x,
         y,
         SHARES,
         1,
-        customdata=[[f"{failed:,} of {rows:,} rows fail" for failed, rows in line] for line in counts],
+        customdata=[[f"{failed:,} of {rows:,} rows fail" for failed, rows in line] for line in cells],
         meta={"arch": arch},
     )
     return _titled(figure, label("family"), "")

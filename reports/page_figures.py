@@ -10,7 +10,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from .aggregate import row_faults, sort_rows
-from .columns import JUDGED
+from .columns import JUDGED, MARGINS
 from .figures import error_against, margin_distribution, ulp_bars
 from .heatmaps import fault_heatmap, first_bad_heatmaps, margin_heatmap
 
@@ -19,6 +19,12 @@ _PAIRS = {
     "TP × tokens": ("tp_size", "tokens"),
     "stage × family": ("stage", "family"),
 }
+
+
+_COLUMNS = [
+    "arch", "stage", "oracle", "evidence", "preset", "tp_size", "tokens", "family", "compared", "mismatched", *MARGINS,
+    "rms_rel_error", "signed_bias", "calc_diff", "ulp_max", "verdict",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -38,19 +44,23 @@ class Panel:
 
 def heat_maps(df: pd.DataFrame) -> list[Panel]:
     """Worst margins of the bound oracle over pairs of columns, per arch."""
-    rows = df[df["verdict"].isin(JUDGED) & (df["oracle"] == "bound") & (df["compared"] > 0)]
+    rows = _compared(df, df["oracle"] == "bound")
+    archs = {arch: rows[rows["arch"] == arch] for arch in _sorted(rows, "arch")}
     return [
-        Panel(f"{arch}: {name}", margin_heatmap(rows, arch, *pair), {"arch": [arch], "oracle": ["bound"]})
+        Panel(f"{arch}: {name}", margin_heatmap(of_arch, arch, *pair), {"arch": [arch], "oracle": ["bound"]})
         for name, pair in _PAIRS.items()
-        for arch in _sorted(rows, "arch")
+        for arch, of_arch in archs.items()
     ]
 
 
 def failure_maps(df: pd.DataFrame) -> list[Panel]:
     """Which rows fail, per arch, and where their first bad elements lie, per arch and stage; [] without failures."""
-    failed = df[(row_faults(df) != "").to_numpy()]
+    faults = row_faults(df) != ""
+    failed = df.loc[faults, ["arch", "stage", "verdict", "first_bad"]]
+    judged = df[["arch", "stage", "oracle", "family"]].assign(fails=faults)[df["verdict"].isin(JUDGED)]
     panels = [
-        Panel(f"{arch}: failing rows", fault_heatmap(df, arch), {"arch": [arch]}) for arch in _sorted(failed, "arch")
+        Panel(f"{arch}: failing rows", fault_heatmap(judged, arch), {"arch": [arch]})
+        for arch in _sorted(failed, "arch")
     ]
     for stage in _sorted(failed, "stage"):
         for arch in _sorted(failed[failed["stage"] == stage], "arch"):
@@ -62,19 +72,26 @@ def failure_maps(df: pd.DataFrame) -> list[Panel]:
 
 def distributions(df: pd.DataFrame, histograms: pd.DataFrame) -> list[Panel]:
     """Margins and ULPs per stage and oracle, then error against sizes."""
-    rows = df[df["verdict"].isin(JUDGED) & (df["compared"] > 0)]
+    rows = _compared(df, df["oracle"].isin(["bound", "format"]))
+    bound = _compared(df, df["oracle"] == "bound", "case")
     panels = []
-    for stage, oracle in _places(rows[rows["oracle"].isin(["bound", "format"])]):
+    for stage, oracle in _places(rows):
         panels.append(
             Panel(f"{stage}: margins, {oracle}", margin_distribution(rows, stage, oracle), _of(stage, oracle))
         )
     for stage, oracle in _places(histograms):
         panels.append(Panel(f"{stage}: ULP, {oracle}", ulp_bars(histograms, stage, oracle), _of(stage, oracle)))
     for name, by in (("tokens", "tokens"), ("TP", "tp_size"), ("K", "K")):
-        figure = error_against(rows, by)
+        figure = error_against(bound, by)
         if figure.data:
             panels.append(Panel(f"error against {name}, bound", figure, {"oracle": ["bound"]}))
     return panels
+
+
+def _compared(df: pd.DataFrame, chosen: pd.Series, *more: str) -> pd.DataFrame:
+    """Judged rows with elements, less the long texts: to copy these for each figure takes longer than the figures."""
+    mask = chosen & df["verdict"].isin(JUDGED) & (df["compared"] > 0)
+    return df.loc[mask, [*_COLUMNS, *more]]
 
 
 def _of(stage: str, oracle: str) -> dict[str, list[str]]:

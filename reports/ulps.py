@@ -24,7 +24,7 @@ def ulp_histograms(df: pd.DataFrame, keys: Sequence[str]) -> pd.DataFrame:
     Raises: RowsError for a histogram that is not a JSON object of counts.
     """
     keys = list(keys)
-    having = df[df["verdict"].isin(JUDGED) & (df["ulp_histogram"] != "")]
+    having = df.loc[df["verdict"].isin(JUDGED) & (df["ulp_histogram"] != ""), [*keys, "ulp_histogram"]]
     codes, texts = pd.factorize(having["ulp_histogram"])
     text_of, steps, elements = _parsed(texts)
     groups = having.groupby(keys, observed=True, sort=False)
@@ -63,8 +63,8 @@ def _parsed(texts: pd.Index) -> tuple[list[int], list[int], list[int]]:
 def _histogram(text: str) -> dict[int, int]:
     try:
         found = {int(step): count for step, count in json.loads(text).items()}
+        if all(0 <= step < 2**63 and type(count) is int and 0 <= count < 2**63 for step, count in found.items()):
+            return found
     except (ValueError, AttributeError):
-        found = {-1: -1}
-    if not all(0 <= step < 2**63 and type(count) is int and 0 <= count < 2**63 for step, count in found.items()):
-        raise RowsError(f'column ulp_histogram must hold JSON objects of counts such as {{"0": 9}}, it has {text!r}')
-    return found
+        pass  # the same refusal as for counts that are none
+    raise RowsError(f'column ulp_histogram must hold JSON objects of counts such as {{"0": 9}}, it has {text!r}')

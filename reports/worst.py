@@ -37,8 +37,8 @@ def worst_cases(df: pd.DataFrame, n: int = 20) -> pd.DataFrame:
     fault = row_faults(judged)
     order = _worst_first(judged, (fault != "").to_numpy())[:n]
     nan_margins = (fault == FAULT_NAN).astype("int64")
-    out = judged.assign(fault=fault, nan_margins=nan_margins)[_WORST_COLUMNS]
-    return out.iloc[order].reset_index(drop=True)
+    out = judged.iloc[order].assign(fault=fault.iloc[order], nan_margins=nan_margins.iloc[order])
+    return out[_WORST_COLUMNS].reset_index(drop=True)
 
 
 def _worst_first(judged: pd.DataFrame, failed: np.ndarray) -> np.ndarray:
@@ -59,7 +59,7 @@ def _worst_first(judged: pd.DataFrame, failed: np.ndarray) -> np.ndarray:
 
 def _in_rounds(judged: pd.DataFrame, order: np.ndarray) -> np.ndarray:
     """`order` so that the first of each arch, stage and oracle comes before the second of any."""
-    rows = judged.iloc[order]
+    rows = judged[["arch", "stage", "oracle"]].iloc[order]
     turn = rows.groupby(["arch", "stage", "oracle"], observed=True, sort=False).cumcount().to_numpy()
     ranks = [_ranks(rows[name], known) for name, known in (("stage", STAGES), ("oracle", ORACLES))]
     return order[np.lexsort([*ranks, turn])]
@@ -94,8 +94,7 @@ def failing_cases(df: pd.DataFrame, n: int = 20) -> tuple[list[dict[str, Any]], 
     """
     if n < 0:
         raise ValueError(f"n must not be negative, got {n}")
-    worst = worst_cases(df, len(df))
-    failed = worst[worst["fault"] != ""]
+    failed = worst_cases(df, int((row_faults(validate(df)) != "").sum()))
     number = failed.groupby(_CASE_COLUMNS, observed=True, sort=False).ngroup()
     cases: list[dict[str, Any]] = []
     for _, rows in failed[number < n].groupby(number[number < n], sort=True):

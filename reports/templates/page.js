@@ -118,7 +118,10 @@
 
   // ---- filters
   const selects = [...document.querySelectorAll(".filters select")];
-  const apply = async () => {
+  // One after the other: figures take a moment, and an older choice must not end after a newer one.
+  let applied = Promise.resolve();
+  const apply = () => { applied = applied.then(applyNow); return applied; };
+  const applyNow = async () => {
     const wanted = Object.fromEntries(selects.filter((s) => s.value).map((s) => [s.name, s.value]));
     for (const select of selects) select.classList.toggle("chosen", Boolean(select.value));
     for (const { columns: names, api } of tables) {
