@@ -179,6 +179,17 @@ def rebaseline(session: nox.Session) -> None:
 
 
 @nox.session
+def exports(session: nox.Session) -> None:
+    """FlashInfer-Bench definitions and workloads, valid against that package: `-- --out DIR`."""
+    install(session, "-e", ".[dev]")
+    # Its own requirements bring FlashInfer and CUDA; the data models need none of it.
+    install(session, "--no-deps", "flashinfer-bench==0.1.2", pinned=False)
+    install(session, "docstring-parser", "pydantic>=2")
+    session.run("python", "-m", "pytest", "tests/test_exports.py")
+    session.run("python", "-m", "conformance.exports", *default(session, "--out", "out/exports"), *session.posargs)
+
+
+@nox.session
 def record(session: nox.Session) -> None:
     """Golden vectors from the real DeepGEMM: `-- --out DIR`; needs a GPU."""
     require_gpu(session, *SESSION_OF_MAJOR.values())

@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 SESSIONS = {
     "conformance", "tests", "lint", "typecheck", "sm90", "sm100", "sm120",
-    "report", "gate", "rebaseline", "record", "bench", "independent", "faults",
+    "report", "gate", "rebaseline", "record", "bench", "independent", "faults", "exports",
 }  # fmt: skip
 
 
