@@ -41,7 +41,7 @@ def margin_distribution(df: pd.DataFrame, stage: str, oracle: str = "bound") -> 
             margins = of_arch[name].fillna(np.inf).to_numpy()
             counts = np.bincount(np.searchsorted(EDGES[1:-1], margins), minlength=len(EDGES) - 1)
             out.add_scatter(
-                x=[*((EDGES[:-2] + EDGES[1:-1]) / 2).round(4).tolist(), 1.05],
+                x=[*((EDGES[:-2] + EDGES[1:-1]) / 2).round(4).tolist(), 1.025],
                 y=(counts / max(len(margins), 1)).tolist(),
                 customdata=counts.tolist(),
                 text=[*(f"{low:.2f} – {high:.2f}" for low, high in pairwise(EDGES[:-1])), "above 1 or NaN"],

@@ -46,6 +46,7 @@ MARKS = {"pass": "✓ pass", "fail": "✗ FAIL", NOTHING: "✗ nothing compared"
 """A failure differs from a pass by its words, so that it shows in print and without colour."""
 DOES_NOT_APPLY = "–"
 _HELPERS = ("nan_margins", "error_map")
+_OF_RUNS = ("verdict", "margin_max", "mismatched", "signed_bias")
 _WHOLE = ("ulp_max", "mismatched")
 _ENGINES = ("software", "deep_gemm")
 
@@ -53,14 +54,14 @@ _ENGINES = ("software", "deep_gemm")
 def label(column: str) -> str:
     """The heading of a column."""
     name, side = _base(column)
-    return f"{LABELS.get(name, name.replace('_', ' '))} {side}".strip()
+    return f"{LABELS.get(name, name)} {side}".strip()
 
 
 def _base(column: str) -> tuple[str, str]:
     """A column's figure, and the side it is of: an arch or engine after a space, run a or b or their change."""
     name, _, side = column.partition(" ")
     for suffix in ("_a", "_b", "_change"):
-        if name.endswith(suffix) and not side:
+        if name.removesuffix(suffix) in _OF_RUNS and name.endswith(suffix):
             return name.removesuffix(suffix), suffix[1:]
     return name, side
 

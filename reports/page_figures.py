@@ -54,14 +54,20 @@ def heat_maps(df: pd.DataFrame) -> list[Panel]:
 
 
 def failure_maps(df: pd.DataFrame) -> list[Panel]:
-    """Which rows fail, per arch, and where their first bad elements lie, per arch and stage; [] without failures."""
+    """Which rows fail, per arch that has some."""
     faults = row_faults(df) != ""
-    failed = df.loc[faults, ["arch", "stage", "verdict", "first_bad"]]
     judged = df[["arch", "stage", "oracle", "family"]].assign(fails=faults)[df["verdict"].isin(JUDGED)]
-    panels = [
+    failed = judged[judged["fails"]]
+    return [
         Panel(f"{arch}: failing rows", fault_heatmap(judged, arch), {"arch": [arch]})
         for arch in _sorted(failed, "arch")
     ]
+
+
+def first_bad_maps(df: pd.DataFrame) -> list[Panel]:
+    """Where the first bad elements of failed rows lie, per stage and arch."""
+    failed = df.loc[row_faults(df) != "", ["arch", "stage", "verdict", "first_bad"]]
+    panels = []
     for stage in _sorted(failed, "stage"):
         for arch in _sorted(failed[failed["stage"] == stage], "arch"):
             for figure in first_bad_heatmaps(failed, stage, arch):

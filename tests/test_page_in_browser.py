@@ -349,6 +349,33 @@ def test_it_prints_with_its_figures_inside_their_columns(driver):
     assert driver.execute_script("return document.querySelector('#per-stage details').open")
 
 
+GROUNDS = """
+  const ground = (one) => {
+    const colour = getComputedStyle(one).backgroundColor;
+    return colour !== "rgba(0, 0, 0, 0)" || !one.parentElement ? colour : ground(one.parentElement);
+  };
+  return [...new Set([...document.querySelectorAll("th, td, code, h3, select, input, .dt-paging-button, .dt-info")]
+    .map((one) => `${getComputedStyle(one).color} on ${ground(one)}`))];
+"""
+
+
+def luminance(colour):
+    """Relative luminance of WCAG 2 of "rgb(r, g, b)"."""
+    parts = [int(part) / 255 for part in re.findall(r"\d+", colour)[:3]]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def assert_readable(driver):
+    for pair in driver.execute_script(GROUNDS):
+        low, high = sorted(luminance(colour) for colour in pair.split(" on "))
+        assert (high + 0.05) / (low + 0.05) >= 4.5, pair
+
+
+def test_light_paper_is_readable(driver):
+    assert_readable(driver)
+
+
 def test_dark_paper_has_light_ink(page, driver):
     features = [{"name": "prefers-color-scheme", "value": "dark"}]
     driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
@@ -358,6 +385,7 @@ def test_dark_paper_has_light_ink(page, driver):
             "return [document.querySelector('.plot .xtick text').style.fill, getComputedStyle(document.body).color]"
         )
         assert ink[0] == ink[1] == "rgb(227, 232, 239)"
+        assert_readable(driver)
     finally:
         driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
 

@@ -15,7 +15,7 @@ from reports.columns import JUDGED
 from reports.figures import CAP, HEAD_DIM, error_against, margin_distribution, ulp_bars
 from reports.heatmaps import error_maps, first_bad_heatmaps, kill_heatmap, margin_heatmap
 from reports.kill_matrix import kill_table, read_faults, variant_table
-from reports.page_figures import distributions, failure_maps, heat_maps
+from reports.page_figures import distributions, failure_maps, first_bad_maps, heat_maps
 from reports.ulps import ulp_histograms
 from reports_rows import frame, rows
 
@@ -182,7 +182,12 @@ def test_a_kill_matrix_that_is_none_is_refused(change, said, tmp_path):
 @settings(max_examples=10)
 def test_every_row_finds_its_panels_whatever_the_text(drawn):
     df = from_rows(drawn)
-    panels = [*heat_maps(df), *failure_maps(df), *distributions(df, ulp_histograms(df, ["arch", "stage", "oracle"]))]
+    panels = [
+        *heat_maps(df),
+        *failure_maps(df),
+        *first_bad_maps(df),
+        *distributions(df, ulp_histograms(df, ["arch", "stage", "oracle"])),
+    ]
     compared = {one["arch"] for one in judged(drawn, oracle="bound")}
     assert {arch for panel in heat_maps(df) for arch in panel.of["arch"]} == compared
     for panel in panels:

@@ -27,7 +27,7 @@ from reports import (
 )
 from reports.aggregate import aggregate, row_faults
 from reports.columns import MARGIN_ORACLES, MARGINS, ORACLES, STAGES
-from reports.formatting import NOTES, percent, replay_line
+from reports.formatting import NOTES, label, percent, replay_line
 from reports.tables import environment, not_judged, write_markdown
 from reports_rows import NASTY, SKIPPED, frame, frames, passing_rows, row, rows
 
@@ -246,6 +246,15 @@ def test_a_share_is_called_all_or_none_only_where_it_is(total, data):
     assert (text == "0 %") == (part == 0)
     # Cut, and never rounded up: of what is shown, at least that much is there.
     assert value / 100 <= part / total * (1 + 1e-12)
+
+
+@pytest.mark.parametrize(
+    "column, heading",
+    [("wo_a", "wo_a"), ("margin_max_b", "max margin b"), ("mismatched_change", "mismatched change"), ("calc_diff",) * 2,
+     ("margin_max sm90", "max margin sm90"), ("verdict my_a", "verdict my_a")],
+)  # fmt: skip
+def test_headings_keep_the_names_of_stages_and_sides(column, heading):
+    assert label(column) == heading
 
 
 def test_ulps_are_whole_and_what_they_are_is_said():

@@ -136,7 +136,8 @@
     await draw();
     const cases = [...document.querySelectorAll(".case")];
     const count = document.getElementById("case-count");
-    if (count) count.textContent = `${cases.filter((one) => !one.hidden).length} of ${cases.length} shown`;
+    const left = cases.filter((one) => !one.hidden).length;
+    if (count) count.textContent = left < cases.length ? `The filters leave ${left} of these ${cases.length}. ` : "";
     for (const [, { place, shown }] of plots) {
       if (!place.offsetParent) continue;
       const visible = place.data.map((trace, i) => {
