@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 from conformance.error_map import MOST_TILES, error_map, tile_edges
+from reports.heatmaps import error_maps
 
 SHAPES = npst.array_shapes(min_dims=1, max_dims=3, min_side=1, max_side=40)
 MARGINS = st.sampled_from([0.0, 0.25, 1.0, 1.5, math.inf, math.nan])
@@ -29,6 +31,15 @@ def test_tiles_cover_an_axis_and_differ_by_at_most_one(length):
     sizes = np.diff(edges)
     assert (edges[0], edges[-1], len(sizes)) == (0, length, min(length, MOST_TILES))
     assert sizes.min() >= 1 and sizes.max() - sizes.min() <= 1
+
+
+@given(st.integers(1, 3000))
+@settings(max_examples=40)
+def test_the_page_names_the_tiles_that_were_counted(length):
+    edges = tile_edges(length).tolist()
+    (figure,) = error_maps(error_map(np.zeros((1, length)), "wo_b"))
+    names = [str(low) if high - low == 1 else f"{low}–{high - 1}" for low, high in pairwise(edges)]
+    assert list(figure.data[0].x) == names
 
 
 @given(npst.arrays(np.float64, SHAPES, elements=MARGINS))
