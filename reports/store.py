@@ -73,7 +73,9 @@ class RowWriter:
             return
         table = pa.Table.from_pylist(self._rows, schema=ARROW_SCHEMA)
         path = self.directory / f"rows-{self.run_id}-{self._next:04d}.parquet"
-        write_atomically(path, lambda temporary: pq.write_table(table, temporary))
+        # Parts are small and read whole: dictionaries of unlike values and statistics would only cost time.
+        options = {"use_dictionary": _CATEGORIES, "write_statistics": False}
+        write_atomically(path, lambda temporary: pq.write_table(table, temporary, **options))
         self.paths.append(path)
         self._next += 1
         self._rows = []

@@ -120,7 +120,7 @@ from reports import RowWriter
 whole = pq.write_table
 written = []
 
-def write_table(table, path):
+def write_table(table, path, **options):
     if len(written) == 2:
         # The third part gets its first bytes, and then the process is gone.
         with open(path, "wb") as file:
@@ -128,7 +128,7 @@ def write_table(table, path):
             file.flush()
         os.kill(os.getpid(), signal.SIGKILL)
     written.append(path)
-    whole(table, path)
+    whole(table, path, **options)
 
 pq.write_table = write_table
 with RowWriter({folder!r}, "r1", flush_every=4) as writer:
@@ -151,7 +151,7 @@ def test_a_failed_write_leaves_no_temporary_file_and_keeps_the_rows(tmp_path, mo
     writer = RowWriter(tmp_path, "r1")
     writer.append(row())
     with monkeypatch.context() as broken:
-        broken.setattr(pq, "write_table", lambda table, path: (_ for _ in ()).throw(OSError("disk full")))
+        broken.setattr(pq, "write_table", lambda table, path, **options: (_ for _ in ()).throw(OSError("disk full")))
         with pytest.raises(OSError, match="disk full"):
             writer.flush()
     assert list(tmp_path.iterdir()) == []
