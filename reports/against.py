@@ -140,7 +140,9 @@ def _joined(a: pd.Series, b: pd.Series) -> pd.Series:
     out = a.where(a.notna(), b)
     if pd.api.types.is_numeric_dtype(out.dtype):
         return out.astype("int64")
-    return out.astype(object).mask(both, a.astype(object) + " → " + b.astype(object))
+    if both.any():
+        out = out.astype(object).mask(both, a[both].astype(object) + " → " + b[both].astype(object))
+    return out
 
 
 def _changes(out: pd.DataFrame) -> pd.Series:

@@ -83,7 +83,7 @@ def assert_loads_nothing(page):
 
 
 @given(drawn=st.lists(rows(st.just(SCRIPT) | TEXT), min_size=1, max_size=5))
-@settings(max_examples=4)
+@settings(max_examples=3)
 def test_the_page_loads_nothing_and_no_text_can_add_an_element(folder, drawn):
     page = page_of(from_rows(drawn), folder)
     assert_loads_nothing(page)
@@ -105,7 +105,7 @@ def test_planted_markup_is_shown_as_text(folder):
 
 
 @given(drawn=st.lists(rows(TEXT), min_size=1, max_size=5))
-@settings(max_examples=4)
+@settings(max_examples=3)
 def test_failing_cases_have_replay_lines_that_a_shell_reads_back(folder, drawn):
     df = from_rows(drawn)
     page = page_of(df, folder)
@@ -116,7 +116,7 @@ def test_failing_cases_have_replay_lines_that_a_shell_reads_back(folder, drawn):
 
 
 @given(drawn=st.lists(passing_rows(), min_size=1, max_size=5))
-@settings(max_examples=4)
+@settings(max_examples=3)
 def test_every_figure_is_there_rounded_and_in_full(folder, drawn):
     df = from_rows(drawn)
     page = page_of(df, folder)

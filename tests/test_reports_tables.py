@@ -175,7 +175,7 @@ def test_worst_cases_come_in_order_and_only_as_many_as_asked():
 
 
 @given(df=frames, n=st.integers(1, 12))
-@settings(max_examples=40)
+@settings(max_examples=20)
 def test_no_kind_of_failure_hides_another(df, n):
     """With room for as many rows as there are failing kinds, each kind is there, bits ahead of the others."""
     failed = df[row_faults(df) != ""]
@@ -222,7 +222,7 @@ def test_evidence_is_a_table_of_arch_and_stage():
         st.dictionaries(st.sampled_from([0, 1, 2, 4, 64]), st.integers(0, 2**40), max_size=5), min_size=1, max_size=6
     )
 )
-@settings(max_examples=30)
+@settings(max_examples=15)
 def test_the_share_within_one_ulp_is_that_of_all_elements_with_a_distance(histograms):
     df = frame(*({"ulp_histogram": json.dumps(one) if one else ""} for one in histograms))
     close = sum(count for one in histograms for step, count in one.items() if step <= 1)
