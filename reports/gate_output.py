@@ -11,12 +11,13 @@ from .findings import PASSED, Finding, GateResult, advice, exit_code, figures, o
 from .formatting import label
 
 _ROWS = 20
-_PLAIN_WIDTH = 200
+_PLAIN_WIDTH, _WIDEST = 200, 10_000
 _NUMBERS = ("tp_size", "tokens", "run", "baseline")
 
 
 def print_gate(result: GateResult, *, verbose: bool = False, console: Console | None = None) -> None:
-    """Print what was found: the figures that are worse as a table, the rest in a few lines, the verdict last.
+    """Print what was found: the figures that are worse as a table (in a narrow terminal as lines, too), the rest in a
+    few lines, the verdict last.
 
     verbose: all of them, and a line for each of the rest.
     """
@@ -24,12 +25,12 @@ def print_gate(result: GateResult, *, verbose: bool = False, console: Console | 
     if not out.is_terminal and console is None:
         out = Console(width=_PLAIN_WIDTH)  # a log has no width; a narrow table would cut names
     moved, rest = figures(result.all_problems), others(result.all_problems)
-    if moved:
-        out.print(_table(moved if verbose else moved[:_ROWS]))
-    if len(moved) > _ROWS and not verbose:
+    listed = [finding for finding in moved if finding.kind == "failed"]
+    if moved and not _print_table(out, moved if verbose else moved[:_ROWS]):
+        listed = moved
+    elif len(moved) > _ROWS and not verbose:
         out.print(f"... and {len(moved) - _ROWS} more; --verbose shows them")
-    failed = [finding for finding in moved if finding.kind == "failed"]
-    for line in [*summarise(failed, verbose=verbose), *summarise(rest, verbose=verbose)]:
+    for line in [*summarise(listed, verbose=verbose), *summarise(rest, verbose=verbose)]:
         out.print(Text(line, style="bold red"), soft_wrap=True)
     for line in summarise(result.improvements, verbose=verbose):
         out.print(Text(line, style="green"), soft_wrap=True)
@@ -39,6 +40,16 @@ def print_gate(result: GateResult, *, verbose: bool = False, console: Console | 
     for line in advice(result):
         out.print(Text(line), soft_wrap=True)
     out.print(Text(verdict_line(result), style="" if exit_code(result) == PASSED else "bold red"), soft_wrap=True)
+
+
+def _print_table(console: Console, findings: list[Finding]) -> bool:
+    """Print findings as a table; False where the console is too narrow for one that cuts no name."""
+    drawn = _table(findings)
+    # Within the console's own width a table never measures wider than that.
+    fits = console.measure(drawn, options=console.options.update(width=_WIDEST)).maximum <= console.width
+    if fits:
+        console.print(drawn)
+    return fits
 
 
 def _table(findings: list[Finding]) -> Table:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import re
 from collections.abc import Callable
@@ -13,10 +14,13 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from conformance.cli import app
 from reports import RowWriter, from_rows, load, write_baselines
+from reports.gate import gate_folder
+from reports.gate_output import print_gate
 from reports.schema import ARROW_SCHEMA
 from reports_rows import GOOD, SKIPPED, frame, run
 
@@ -204,6 +208,16 @@ def test_a_rebaseline_of_a_failed_run_is_refused(places: tuple[Path, Path]) -> N
     instead(verdict="fail", mismatched=2, reason="x")(folder, baselines)
     result = oproj("rebaseline", folder, "--baseline", baselines, "--reason", "it is red")
     assert result.exit_code == 2 and "1 failed row(s); the first" in text(result)
+
+
+@pytest.mark.parametrize("width", [40, 80, 110, 200])
+def test_no_terminal_is_too_narrow_for_the_names(places: tuple[Path, Path], width: int) -> None:
+    instead(margin_max=0.8)(*places)
+    out = Console(width=width, force_terminal=True, color_system=None, file=io.StringIO())
+    print_gate(gate_folder(*places), console=out)
+    shown = out.file.getvalue()  # type: ignore[attr-defined]
+    assert "…" not in shown
+    assert all(word in shown for word in ("sm90", "wo_a", "bound", "v4-pro", "wide", "margin_max", "0.8", "0.75"))
 
 
 def test_an_engine_that_did_not_run_is_asked_for_in_plain_words(places: tuple[Path, Path]) -> None:
