@@ -1,7 +1,8 @@
 """Rows on disk: Parquet parts that survive a kill, and CSV for other programs.
 
-A run writes `rows-<run_id>-<nnnn>.parquet`, each part whole or absent. `load` reads a part, a folder of parts
-or a CSV file, and refuses by name whatever is not that.
+A run writes `rows-<run_id>-<nnnn>.parquet`, each part whole or absent. A run that ends by itself with many parts joins
+them in `rows-<run_id>-<first>to<last>.parquet`, which loads several times faster. `load` reads a part, a folder of
+parts or a CSV file, and refuses by name whatever is not that.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -23,17 +25,23 @@ from .columns import COLUMNS, NoRowsError, RowsError
 from .files import write_atomically
 from .schema import ARROW_SCHEMA, check_run_id, from_arrow, make_row, validate
 
-_PART = re.compile(r"rows-(?P<run>.+)-(?P<number>\d{4,})\.parquet")
+_PART = re.compile(r"rows-(?P<run>.+)-(?P<first>\d{4,})(?:to(?P<last>\d{4,}))?\.parquet")
 _CATEGORIES = [column.name for column in COLUMNS if column.dtype == "category"]
 _READERS = 4
+_MANY = 16
+"""Parts above which a run that ends joins them."""
+_GROUP = 50_000
+"""Rows of a joined file that are held at once, and that are one row group of it."""
+_FORMAT: dict[str, Any] = {"use_dictionary": _CATEGORIES, "write_statistics": False}
+"""Files are read whole: dictionaries of unlike values and statistics would only cost time."""
 
 
 class RowWriter:
     """Appends rows of one run to a folder, a part for each `flush_every` rows and one at the end.
 
-    Use it as a context manager: leaving it, also by an exception, writes what is buffered. A killed process
-    loses at most the rows since the last part. Opening the same run again goes on behind its last part; two
-    writers of one run_id in one folder at the same time are not supported.
+    Use it as a context manager: leaving it, also by an exception, writes what is buffered. A killed process loses at
+    most the rows since the last part, also while parts are joined at the end. Opening the same run again goes on behind
+    its last part; two writers of one run_id in one folder at the same time are not supported.
 
     Raises: ValueError for a run_id that cannot be part of a file name or a `flush_every` below 1.
     """
@@ -48,8 +56,7 @@ class RowWriter:
         self._rows: list[dict[str, Any]] = []
         self._closed = False
         self.directory.mkdir(parents=True, exist_ok=True)
-        taken = [number for run, number, _ in _parts(self.directory) if run == run_id]
-        self._next = max(taken, default=-1) + 1
+        self._next = max((part.last for part in self._own()), default=-1) + 1
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Add a row of `make_row`; ValueError where it is none or of another run, or after `close`."""
@@ -73,17 +80,30 @@ class RowWriter:
             return
         table = pa.Table.from_pylist(self._rows, schema=ARROW_SCHEMA)
         path = self.directory / f"rows-{self.run_id}-{self._next:04d}.parquet"
-        # Parts are small and read whole: dictionaries of unlike values and statistics would only cost time.
-        options = {"use_dictionary": _CATEGORIES, "write_statistics": False}
-        write_atomically(path, lambda temporary: pq.write_table(table, temporary, **options))
+        write_atomically(path, lambda temporary: pq.write_table(table, temporary, **_FORMAT))
         self.paths.append(path)
         self._next += 1
         self._rows = []
 
     def close(self) -> None:
-        """Write what is left. Closing twice is allowed."""
+        """Write what is left, and join the run's parts where they are many. Closing twice is allowed."""
         self.flush()
         self._closed = True
+        if len(self._own()) > _MANY:
+            self._join()
+
+    def _own(self) -> list[_Part]:
+        return [part for part in _live(_parts(self.directory)) if part.run == self.run_id]
+
+    def _join(self) -> None:
+        """All parts of the run in one file. Killed before they are gone, they are passed over beside it."""
+        own = self._own()
+        path = self.directory / f"rows-{self.run_id}-{own[0].first:04d}to{own[-1].last:04d}.parquet"
+        write_atomically(path, lambda temporary: _write_joined([part.path for part in own], temporary))
+        self.paths = [path]
+        for part in _parts(self.directory):
+            if part.run == self.run_id and part.path != path:
+                part.path.unlink()
 
     def __enter__(self) -> RowWriter:
         return self
@@ -91,7 +111,33 @@ class RowWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        if kind is None:
+            self.close()
+        else:  # whoever interrupted it waits for no more than what is buffered
+            self.flush()
+            self._closed = True
+
+
+@dataclass(frozen=True, order=True)
+class _Part:
+    """A file of rows: which parts of which run it holds."""
+
+    run: str
+    first: int
+    last: int
+    path: Path
+
+
+def _write_joined(paths: list[Path], target: Path) -> None:
+    with pq.ParquetWriter(target, ARROW_SCHEMA, **_FORMAT) as writer:
+        held: list[pa.Table] = []
+        for path in paths:
+            held.append(_read_part(path).cast(ARROW_SCHEMA))
+            if sum(map(len, held)) >= _GROUP:
+                writer.write_table(pa.concat_tables(held), row_group_size=_GROUP)
+                held = []
+        if held:
+            writer.write_table(pa.concat_tables(held), row_group_size=_GROUP)
 
 
 def load(path: str | os.PathLike[str]) -> pd.DataFrame:
@@ -127,8 +173,8 @@ def remove_parts(directory: str | os.PathLike[str]) -> None:
 
     Raises: RowsError where a Parquet file there is no part; nothing is removed then.
     """
-    for _, _, path in _parts(Path(directory)):
-        path.unlink()
+    for part in _parts(Path(directory)):
+        part.path.unlink()
 
 
 def write_csv(df: pd.DataFrame, path: str | os.PathLike[str]) -> Path:
@@ -139,25 +185,36 @@ def write_csv(df: pd.DataFrame, path: str | os.PathLike[str]) -> Path:
 
 
 def _load_folder(folder: Path) -> pd.DataFrame:
-    parts = _parts(folder)
+    parts = _live(_parts(folder))
     if not parts:
         raise NoRowsError(f"{folder}: holds no rows-<run_id>-<nnnn>.parquet, so nothing was recorded")
     # Reading leaves the interpreter lock alone, so that parts are read side by side.
     with ThreadPoolExecutor(_READERS) as pool:
-        tables = list(pool.map(_read_part, [path for _, _, path in parts]))
+        tables = list(pool.map(_read_part, [part.path for part in parts]))
     return _checked(folder, from_arrow(pa.concat_tables(tables)))
 
 
-def _parts(folder: Path) -> list[tuple[str, int, Path]]:
-    """(run_id, number, path) of each part in order. A Parquet file of another name is refused, since a part
-    that was renamed would otherwise drop its rows without a word."""
+def _parts(folder: Path) -> list[_Part]:
+    """Each part in order. A Parquet file of another name is refused, since a part that was renamed would otherwise
+    drop its rows without a word."""
     parts = []
     for path in folder.glob("*.parquet"):
         match = _PART.fullmatch(path.name)
         if match is None:
             raise RowsError(f"{path}: foreign file; parts are named rows-<run_id>-<nnnn>.parquet")
-        parts.append((match["run"], int(match["number"]), path))
+        parts.append(_Part(match["run"], int(match["first"]), int(match["last"] or match["first"]), path))
     return sorted(parts)
+
+
+def _live(parts: list[_Part]) -> list[_Part]:
+    """The parts without those that a joined file of the same run has already."""
+    joined = [part for part in parts if part.last > part.first]
+
+    def is_joined(part: _Part) -> bool:
+        covers = (j for j in joined if j != part and j.run == part.run)
+        return any(j.first <= part.first and part.last <= j.last for j in covers)
+
+    return [part for part in parts if not is_joined(part)]
 
 
 def _read_part(path: Path) -> pa.Table:
@@ -177,8 +234,8 @@ def _read_part(path: Path) -> pa.Table:
 def _read_parquet(path: Path) -> pa.Table:
     try:
         with _open_parquet(path) as file:
-            # Parts are small: Arrow's own threads cost more than they give.
-            return file.read(use_threads=False)
+            # For a small part Arrow's own threads cost more than they give.
+            return file.read(use_threads=file.metadata.num_rows > _GROUP)
     except (pa.ArrowException, OSError) as error:
         raise RowsError(f"{path}: truncated or not a Parquet file: {error}") from error
 

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from reports import NoRowsError, RowsError, RowWriter, from_rows, load, make_row, write_csv
 from reports.columns import COLUMNS
+from reports.store import remove_parts
 from reports_rows import TEXT, frame, row, rows
 
 ROOT = Path(__file__).parent.parent
@@ -62,6 +63,54 @@ def test_a_part_can_be_loaded_alone_and_parts_load_in_order(tmp_path):
     assert [path.name for path in writer.paths] == [f"rows-r1-000{i}.parquet" for i in range(3)]
     assert list(load(tmp_path)["case_id"]) == ["c0", "c1", "c2"]
     assert list(load(writer.paths[1])["case_id"]) == ["c1"]
+
+
+def many_parts(folder: Path, end: BaseException | None = None) -> None:
+    """40 rows in 20 parts, joined where the run ends by itself."""
+    with RowWriter(folder, "r1-0007", 2) as writer:
+        writer.extend(row(run_id="r1-0007", case_id=f"c{i}") for i in range(40))
+        if end is not None:
+            raise end
+
+
+def test_a_run_of_many_parts_ends_as_one_file_with_the_same_rows(tmp_path):
+    many_parts(tmp_path)
+    (path,) = tmp_path.iterdir()
+    assert path.name == "rows-r1-0007-0000to0019.parquet"
+    expected = from_rows(row(run_id="r1-0007", case_id=f"c{i}") for i in range(40))
+    assert_same(load(tmp_path), expected)
+    assert_same(load(path), expected)
+    with RowWriter(tmp_path, "r1-0007") as writer:
+        writer.append(row(run_id="r1-0007", case_id="after"))
+    assert [path.name for path in writer.paths] == ["rows-r1-0007-0020.parquet"]
+    assert list(load(tmp_path)["case_id"])[40:] == ["after"]
+
+
+def test_an_interrupted_run_keeps_its_parts_and_is_joined_when_it_is_taken_up(tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        many_parts(tmp_path, KeyboardInterrupt())
+    assert len(list(tmp_path.iterdir())) == 20
+    with RowWriter(tmp_path, "r1-0007") as writer:
+        writer.append(row(run_id="r1-0007", case_id="after"))
+    assert [path.name for path in tmp_path.iterdir()] == ["rows-r1-0007-0000to0020.parquet"]
+    assert list(load(tmp_path)["case_id"]) == [*(f"c{i}" for i in range(40)), "after"]
+
+
+def test_parts_that_a_kill_left_beside_their_joined_file_count_once(tmp_path, monkeypatch):
+    with monkeypatch.context() as killed:
+        killed.setattr(Path, "unlink", lambda path, **options: (_ for _ in ()).throw(SystemExit("killed")))
+        with pytest.raises(SystemExit):
+            many_parts(tmp_path)
+    assert len(list(tmp_path.iterdir())) == 21
+    assert list(load(tmp_path)["case_id"]) == [f"c{i}" for i in range(40)]
+    with RowWriter(tmp_path, "r1-0007") as writer:
+        writer.append(row(run_id="r1-0007", case_id="after"))
+    assert len(load(tmp_path)) == 41
+    with RowWriter(tmp_path, "other", 1) as writer:
+        writer.append(row(run_id="other"))
+    assert len(load(tmp_path)) == 42
+    remove_parts(tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_groups_come_in_the_order_people_expect_without_sorting(tmp_path):
