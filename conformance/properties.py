@@ -96,7 +96,7 @@ def _rows(x: QuantizedActivation, index: Any) -> QuantizedActivation:
 
 
 def quantize_again(bench: Any, x: QuantizedActivation) -> Comparison:
-    """The same call after another one with other data and more tokens: stale buffers, results overwritten later."""
+    """The same call after another one with other data and more tokens: stale buffers."""
     o, positions = bench.on_device.o, bench.on_device.positions
     quantized(bench, torch.cat([o, o]).mul(0.5), torch.cat([positions.flip(0), positions]))
     return compare_activations(quantized(bench, o), x)

@@ -38,7 +38,7 @@ def _wo_a(bench: Any, x: QuantizedActivation, weights: Weights | None = None) ->
 
 
 def wo_a_again(bench: Any, given: tuple[QuantizedActivation, torch.Tensor]) -> Comparison:
-    """The same call after another one with other and more tokens: stale operands, results overwritten later."""
+    """The same call after another one with other and more tokens: stale operands."""
     x, z = given
     order = torch.arange(2 * len(z)) % len(z)
     _wo_a(bench, _x(x, order.flip(0)))
@@ -175,7 +175,7 @@ def _wo_b(bench: Any, z: torch.Tensor, weights: Weights | None = None) -> torch.
 
 
 def wo_b_again(bench: Any, given: tuple[torch.Tensor, torch.Tensor]) -> Comparison:
-    """The same call after another one with other and more tokens: stale operands, results overwritten later."""
+    """The same call after another one with other and more tokens: stale operands."""
     z, y = given
     _wo_b(bench, torch.cat([z.flip(0), z * 2]))
     return compare_bits(_wo_b(bench, z), y, "y")
@@ -243,7 +243,7 @@ def reduce_again(bench: Any, y: torch.Tensor) -> Comparison:
 def reduce_one(bench: Any, y: torch.Tensor) -> Comparison:
     """Partials of zeros but for the last rank's: that one comes out as it is; a rank left out or taken twice."""
     partials = [torch.zeros_like(y) for _ in range(bench.case.tp_size)]
-    partials[-1] = torch.where(y == 0, torch.ones_like(y), y)
+    partials[-1] = torch.where(y == 0, torch.ones_like(y), -y)  # not y, which a stale sum would give back
     return compare_bits(_reduce(bench, partials), partials[-1], "the one partial")
 
 
@@ -254,26 +254,39 @@ def reduce_written(bench: Any, y: torch.Tensor) -> Comparison:
     return compare_bits(got, y, "y")
 
 
-def _chain(bench: Any, index: Any = slice(None), positions: torch.Tensor | None = None) -> torch.Tensor:
+def _chain(bench: Any, index: Any = slice(None), o: torch.Tensor | None = None) -> torch.Tensor:
+    """y of the tokens ``index``; ``o``: other data in place of the Case's."""
     here = bench.on_device
-    at = here.positions[index] if positions is None else positions
     return called(
-        bench, "o_proj", o=here.o[index], positions=at, cos_sin_cache=here.cos_sin_cache, weights=here.weights
-    )
-
-
-def o_proj_again(bench: Any, y: torch.Tensor) -> Comparison:
-    """The same call after one with other positions and data: state kept between calls, as in a graph's replay."""
-    here = bench.on_device
-    called(
         bench,
         "o_proj",
-        o=here.o.flip(0),
-        positions=here.positions.flip(0),
+        o=(here.o if o is None else o)[index],
+        positions=here.positions[index],
         cos_sin_cache=here.cos_sin_cache,
         weights=here.weights,
     )
+
+
+def _backwards(bench: Any) -> torch.Tensor:
+    return torch.arange(bench.case.tokens - 1, -1, -1, device=bench.device)
+
+
+def o_proj_again(bench: Any, y: torch.Tensor) -> Comparison:
+    """The same call after one with other positions and data: state kept between calls."""
+    _chain(bench, _backwards(bench))
     return compare_bits(_chain(bench), y, "y")
+
+
+def o_proj_reversed(bench: Any, y: torch.Tensor) -> Comparison | None:
+    """Tokens in reverse order, as many as before: a replayed graph that keeps the positions or data of its capture."""
+    if not bench.truth.fp8 or len(y) < 2:
+        return None
+    return compare_bits(_chain(bench, _backwards(bench)).flip(0), y, "y")
+
+
+def o_proj_zeros(bench: Any, y: torch.Tensor) -> Comparison:
+    """o of zeros gives zeros: a result that is kept from an earlier call, also of a single token."""
+    return compare_bits(_chain(bench, o=torch.zeros_like(bench.on_device.o)).abs(), torch.zeros_like(y), "y of zeros")
 
 
 def o_proj_solo(bench: Any, y: torch.Tensor) -> Comparison | None:
@@ -312,4 +325,10 @@ WO_B: dict[str, Property] = {
     "written": wo_b_written,
 }
 REDUCE: dict[str, Property] = {"again": reduce_again, "one": reduce_one, "written": reduce_written}
-O_PROJ: dict[str, Property] = {"again": o_proj_again, "solo": o_proj_solo, "written": o_proj_written}
+O_PROJ: dict[str, Property] = {
+    "again": o_proj_again,
+    "solo": o_proj_solo,
+    "reversed": o_proj_reversed,
+    "zeros": o_proj_zeros,
+    "written": o_proj_written,
+}

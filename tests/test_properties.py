@@ -145,6 +145,19 @@ def whole_buffer(o: torch.Tensor) -> torch.Tensor:
     return o.as_strided((o.shape[0], o.stride(0)), (o.stride(0), 1))
 
 
+def first_call_kept(right: Any, memory: dict[int, Any], *arguments: Any, config: Any) -> Any:
+    """The result of the first call with as many tokens."""
+    tokens = len(out(arguments[0][0] if isinstance(arguments[0], list) else arguments[0]))
+    if tokens not in memory:
+        memory[tokens] = right(*arguments, config=config)
+    return memory[tokens].clone()
+
+
+def first_positions_kept(right: Any, memory: dict[int, Any], o: Any, positions: Any, *rest: Any, config: Any) -> Any:
+    """The positions of the first call with as many tokens, as a replayed graph has them."""
+    return right(o, memory.setdefault(len(positions), positions.clone()), *rest, config=config)
+
+
 ANY = when(lambda value, config: True)
 ONE_TOKEN = when(lambda value, config: len(out(value)) == 1)
 BREAKS: list[tuple[str, str, Change]] = [
@@ -175,9 +188,12 @@ BREAKS: list[tuple[str, str, Change]] = [
     ("wo_b", "written", one_unwritten),
     ("reduce", "again", on_second_call),
     ("reduce", "one", when(lambda partials, config: not partials[0].any())),
+    ("reduce", "one", first_call_kept),
     ("reduce", "written", one_unwritten),
     ("o_proj", "again", on_second_call),
     ("o_proj", "solo", ONE_TOKEN),
+    ("o_proj", "reversed", first_positions_kept),
+    ("o_proj", "zeros", first_call_kept),
     ("o_proj", "written", one_unwritten),
 ]
 
