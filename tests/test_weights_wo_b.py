@@ -90,7 +90,7 @@ def test_other_dtypes_of_weight_scales_are_refused(dtype: torch.dtype) -> None:
 
 
 def test_packed_rows_refuse_k_blocks_that_leave_a_word_open() -> None:
-    with pytest.raises(ValueError, match=r"scale has shape \(1, 6\); 6 blocks do not fill int32 words; a multiple of 4"):
+    with pytest.raises(ValueError, match=r"shape \(1, 6\); 6 blocks do not fill int32 words; a multiple of 4"):
         layout_weight_scales(torch.ones((1, 6)), arch=SM100, rows=128)
 
 
