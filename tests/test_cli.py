@@ -11,7 +11,7 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-import conformance.cli as cli
+import conformance.run_command as run_command
 from conformance.case import Case
 from conformance.cli import app
 from conformance.grid import Grid
@@ -157,9 +157,9 @@ def test_comma_lists_and_repeated_options_are_one_list() -> None:
     assert split(["a,b", "c", "a"], ()) == ("a", "b", "c")
     assert split(None, ("x",)) == ("x",)
     assert integers(["1,2", "8"], (), "tp") == (1, 2, 8)
-    grid = cli._grid(["sm90,sm100", "sm120"], None, ["8"], ["0,3"], None, 1, 7, False)
+    grid = run_command._grid(["sm90,sm100", "sm120"], None, ["8"], ["0,3"], None, 1, 7, False)
     assert (grid.archs, grid.tp_sizes, grid.tokens, grid.many_tokens) == (("sm90", "sm100", "sm120"), (8,), (0, 3), 0)
-    assert cli._grid(None, None, None, None, None, 0, 0, False) == Grid(many_tokens=64)
+    assert run_command._grid(None, None, None, None, None, 0, 0, False) == Grid(many_tokens=64)
 
 
 def test_report_prints_each_format_and_writes_the_page(finished: Path, tmp_path: Path) -> None:
@@ -207,13 +207,13 @@ def test_rebaseline_refuses_a_failed_run(finished: Path, tmp_path: Path) -> None
 
 
 def test_interrupted_run_leaves_valid_rows_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = cli.run_cases
+    real = run_command.run_cases
 
     def stopped(*arguments: object, **options: object):  # type: ignore[no-untyped-def]
         yield next(real(*arguments, **options))  # type: ignore[arg-type]
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "run_cases", stopped)
+    monkeypatch.setattr(run_command, "run_cases", stopped)
     result = oproj("run", "--arch", "sm90,sm100", *QUICK, "--out", tmp_path)
     assert result.exit_code == 130
     assert re.search(r"stopped: \d+ rows in .* are valid", text(result))
@@ -238,9 +238,9 @@ def test_many_cases_on_cpus_take_every_core_and_a_gpu_takes_one_process() -> Non
     class OnGpu:
         device = "cuda"
 
-    assert cli._processes(31, []) == 1
-    assert cli._processes(32, []) == min(cli.thread_count(), 16)
-    assert cli._processes(32, [OnGpu()]) == 1  # type: ignore[list-item]
+    assert run_command._processes(31, []) == 1
+    assert run_command._processes(32, []) == min(run_command.thread_count(), 16)
+    assert run_command._processes(32, [OnGpu()]) == 1  # type: ignore[list-item]
 
 
 def test_folder_that_cannot_be_written_is_exit_2_and_named(finished: Path, tmp_path: Path) -> None:
@@ -269,7 +269,7 @@ def test_tables_of_an_earlier_run_do_not_outlive_a_stopped_one(tmp_path: Path, m
     def stopped(*arguments: object, **options: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "run_cases", stopped)
+    monkeypatch.setattr(run_command, "run_cases", stopped)
     for name in ("rows.csv", "tables.md", "report.html", "notes.txt"):
         (tmp_path / name).touch()
     assert oproj("run", "--arch", "sm90", *QUICK, "--out", tmp_path).exit_code == 130

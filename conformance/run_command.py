@@ -1,0 +1,166 @@
+"""`oproj run`: the Cases asked for, judged on as many processes as help, written as rows, tables and page."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import pandas as pd
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from conformance import grid as grids
+from conformance.families import FAMILIES
+from conformance.grid import Grid
+from conformance.implementation import Implementation
+from conformance.isolation import CASE_TIMEOUT
+from conformance.options import MOST_PROCESSES, Engine, Judged, Strings, choice, target_of
+from conformance.runner import Row, Run, Target, run_cases
+from conformance.strategies import PROFILES, ProfileCases
+from conformance.terminal import FAILED, INTERRUPTED, guarded, integers, say, split, stop, verdict_code
+from oproj.arch import ARCHS
+from oproj.config import PRESETS
+from oproj.engines.software.gemm import thread_count
+from reports.page import write_page
+from reports.schema import from_rows
+from reports.store import RowWriter, remove_parts, write_csv
+from reports.tables import print_rich, write_markdown
+
+Plan = Grid | ProfileCases
+_DERIVED: dict[str, Callable[[pd.DataFrame, Path], object]] = {
+    "tables.md": write_markdown,
+    "rows.csv": write_csv,
+    "report.html": write_page,
+}
+_FLUSH_EVERY = 500
+_MANY_CASES = 32
+
+
+def run(
+    arch: Annotated[Strings, typer.Option(help=choice("Architectures", ARCHS, grids.ARCHS))] = None,
+    engine: Engine = "auto",
+    preset: Annotated[Strings, typer.Option(help=choice("Models", PRESETS, grids.PRESETS))] = None,
+    tp: Annotated[Strings, typer.Option(help=choice("Tensor-parallel sizes", (), grids.TP_SIZES))] = None,
+    tokens: Annotated[
+        Strings,
+        typer.Option(
+            help=choice("Numbers of tokens, 0 too", (), grids.TOKENS, f", and a few Cases of {grids.MANY_TOKENS}")
+        ),
+    ] = None,
+    family: Annotated[Strings, typer.Option(help=choice("Input families", FAMILIES))] = None,
+    profile: Annotated[
+        str, typer.Option(help=f"Cases that Hypothesis drew, in place of the grid: {', '.join(PROFILES)}.")
+    ] = "",
+    examples: Annotated[
+        int, typer.Option(min=0, help="Cases per combination, or of a profile on each arch; 0: its own number.")
+    ] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Added to the seed of every Case.")] = 0,
+    full: Annotated[bool, typer.Option("--full", help="Real widths; by default groups and columns are cut.")] = False,
+    implementation: Judged = "",
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            file_okay=False, help="Folder of rows and tables, by default out/RUN_ID; earlier rows there are replaced."
+        ),
+    ] = None,
+    workers: Annotated[int, typer.Option(min=0, help="Processes; 0: one per core, one in all on a GPU.")] = 0,
+    case_timeout: Annotated[
+        float, typer.Option(help="Seconds after which a Case in a process of its own has failed.")
+    ] = CASE_TIMEOUT,
+) -> None:
+    """Run Cases, compare with float64 and with the bit-exact model, write and print the error tables."""
+
+    def plan() -> tuple[Plan, Target, int]:
+        chosen: Plan = _grid(arch, preset, tp, tokens, family, examples, seed, full)
+        if profile:
+            chosen = _profile(profile, arch, examples, seed, preset or tp or tokens or family or full)
+        target = target_of(engine, implementation)
+        # Hardware and names are asked for before anything is written.
+        built = [target.build(name) for name in chosen.archs]
+        processes = _processes(len(chosen), built)
+        return chosen, target, workers or processes
+
+    chosen, target, processes = guarded(plan)
+    this = Run.now()
+    folder = out or Path("out") / this.run_id
+    df = guarded(lambda: _run_into(folder, chosen, target, this, processes, case_timeout))
+    guarded(lambda: [write(df, folder / name) for name, write in _DERIVED.items()])
+    print_rich(df)
+    code = verdict_code(df)
+    if code == FAILED and target != Target():
+        say(f"to replay what was judged, add {_options(target)} to `oproj replay`")
+    say(f"{len(df)} rows of {len(chosen)} Cases, tables and page in {folder}")
+    raise typer.Exit(code)
+
+
+def _options(target: Target) -> str:
+    """The options that name ``target`` again."""
+    name, value = ("implementation", target.implementation) if target.implementation else ("engine", target.engine)
+    return f"--{name} {shlex.quote(value)}"
+
+
+def _grid(
+    arch: Strings,
+    preset: Strings,
+    tp: Strings,
+    tokens: Strings,
+    family: Strings,
+    examples: int,
+    seed: int,
+    full: bool,
+) -> Grid:
+    """The Cases asked for; the few many-token Cases belong to the default choice of tokens only."""
+    return Grid(
+        archs=split(arch, grids.ARCHS),
+        presets=split(preset, grids.PRESETS),
+        tp_sizes=integers(tp, grids.TP_SIZES, "tp"),
+        tokens=integers(tokens, grids.TOKENS, "tokens"),
+        many_tokens=grids.MANY_TOKENS if tokens is None else 0,
+        families=split(family, tuple(FAMILIES)),
+        examples=examples,
+        seed=seed,
+        full=full,
+    )
+
+
+def _profile(profile: str, arch: Strings, examples: int, seed: int, of_the_grid: object) -> ProfileCases:
+    if of_the_grid:
+        raise ValueError(f"--profile {profile} draws presets, sizes and families itself; leave --preset ... --full out")
+    return ProfileCases(profile, split(arch, grids.ARCHS), examples, seed)
+
+
+def _processes(cases: int, implementations: Sequence[Implementation]) -> int:
+    """One process per core for many Cases on CPUs; a GPU has one owner, and few Cases end before a process starts."""
+    on_cpu = all(torch.device(getattr(each, "device", "cpu")).type == "cpu" for each in implementations)
+    cores = thread_count()  # refuses a bad OPROJ_THREADS also where there is one process
+    return min(cores, MOST_PROCESSES) if on_cpu and cases >= _MANY_CASES else 1
+
+
+def _run_into(folder: Path, chosen: Plan, target: Target, this: Run, workers: int, timeout: float) -> pd.DataFrame:
+    """Run all Cases into ``folder`` with a progress bar on standard error; the rows as a frame."""
+    remove_parts(folder)
+    for name in _DERIVED:  # of an earlier run, and would be taken for this one's were it killed
+        (folder / name).unlink(missing_ok=True)
+    rows: list[Row] = []
+    try:
+        with RowWriter(folder, this.run_id, _FLUSH_EVERY) as writer, _progress() as progress:
+            task = progress.add_task("Cases", total=len(chosen), failed=0)
+            for of_case in run_cases(chosen.cases(), target, this, workers=workers, timeout=timeout):
+                writer.extend(of_case)
+                rows.extend(of_case)
+                failed = progress.tasks[task].fields["failed"] + any(row["verdict"] == "fail" for row in of_case)
+                progress.update(task, advance=1, failed=failed)
+    except KeyboardInterrupt:
+        stop(INTERRUPTED, f"stopped: {len(rows)} rows in {folder} are valid; `oproj report {folder}` shows them")
+    return from_rows(rows)
+
+
+def _progress() -> Progress:
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    ends = (TextColumn("{task.fields[failed]} failed"), TimeRemainingColumn())
+    return Progress(*columns, *ends, console=console, transient=True, disable=not console.is_terminal)
