@@ -28,6 +28,12 @@ _AHEAD = 4  # Cases a worker may have waiting
 _SPOILT = 117  # exit code of a worker that an earlier Case left unusable
 _RETRIES = 2
 _state = {"spoilt": False}
+_TOOK_TOO_LONG, _DIED = "no result after", "its process"
+
+
+def is_lost(reason: str) -> bool:
+    """Whether ``reason`` is that of a `Lost` Case: to run it once more may take as long, and end as badly."""
+    return reason.startswith((_TOOK_TOO_LONG, _DIED))
 
 
 @dataclass(frozen=True)
@@ -75,12 +81,12 @@ def _result(
         try:
             return future.result()
         except TookTooLong:
-            return Lost(f"no result after {timeout:g} s; its process was ended")
+            return Lost(f"{_TOOK_TOO_LONG} {timeout:g} s; its process was ended")
         except ProcessExpired as error:
             if error.exitcode != _SPOILT:
-                return Lost(f"its process died: {exit_name(error.exitcode)}")
+                return Lost(f"{_DIED} died: {exit_name(error.exitcode)}")
             future = pool.schedule(_run, args=[work, case], timeout=timeout)
-    return Lost(f"its process could not be used, also a new one: exit code {_SPOILT}")
+    return Lost(f"{_DIED} could not be used, also a new one: exit code {_SPOILT}")
 
 
 def exit_name(code: int | None) -> str:

@@ -18,8 +18,10 @@ from conformance.families import FAMILIES
 from conformance.grid import Grid
 from conformance.implementation import Implementation
 from conformance.isolation import CASE_TIMEOUT
+from conformance.judge import FAIL
 from conformance.options import MOST_PROCESSES, Engine, Judged, Strings, choice, target_of
 from conformance.runner import Row, Run, Target, run_cases
+from conformance.shrink import as_text, shrink_failures
 from conformance.strategies import PROFILES, ProfileCases
 from conformance.terminal import FAILED, INTERRUPTED, guarded, integers, say, split, stop, verdict_code
 from oproj.arch import ARCHS
@@ -71,6 +73,7 @@ def run(
     case_timeout: Annotated[
         float, typer.Option(help="Seconds after which a Case in a process of its own has failed.")
     ] = CASE_TIMEOUT,
+    shrink: Annotated[bool, typer.Option(help="Look for a small Case that fails in the same way.")] = True,
 ) -> None:
     """Run Cases, compare with float64 and with the bit-exact model, write and print the error tables."""
 
@@ -91,10 +94,20 @@ def run(
     guarded(lambda: [write(df, folder / name) for name, write in _DERIVED.items()])
     print_rich(df)
     code = verdict_code(df)
+    if shrink and code == FAILED:
+        _say_smallest(df, target, this, case_timeout)
     if code == FAILED and target != Target():
         say(f"to replay what was judged, add {_options(target)} to `oproj replay`")
     say(f"{len(df)} rows of {len(chosen)} Cases, tables and page in {folder}")
     raise typer.Exit(code)
+
+
+def _say_smallest(df: pd.DataFrame, target: Target, this: Run, timeout: float) -> None:
+    """A small Case for each of the first kinds of failure."""
+    failed = df[df["verdict"] == FAIL].to_dict("records")
+    with Console(stderr=True).status("looking for a small Case that fails in the same way"):
+        for found in shrink_failures(failed, target, this, timeout=timeout):
+            say(as_text(found), style="bold")
 
 
 def _options(target: Target) -> str:
