@@ -32,12 +32,14 @@ _MANY = 16
 """Parts above which a run that ends joins them."""
 _GROUP = 50_000
 """Rows of a joined file that are held at once, and that are one row group of it."""
+_LEFT = re.compile(r"\.rows-.+\.parquet\..+\.tmp")
+"""What a killed process leaves of the part that it was writing."""
 _FORMAT: dict[str, Any] = {"use_dictionary": _CATEGORIES, "write_statistics": False}
 """Files are read whole: dictionaries of unlike values and statistics would only cost time."""
 
 
 class RowWriter:
-    """Appends rows of one run to a folder, a part for each `flush_every` rows and one at the end.
+    """Appends rows of one run to a folder, a part as soon as there are `flush_every` rows and one at the end.
 
     Use it as a context manager: leaving it, also by an exception, writes what is buffered. A killed process loses at
     most the rows since the last part, also while parts are joined at the end. Opening the same run again goes on behind
@@ -60,19 +62,22 @@ class RowWriter:
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Add a row of `make_row`; ValueError where it is none or of another run, or after `close`."""
-        if self._closed:
-            raise ValueError(f"the writer of run {self.run_id!r} is closed")
-        checked = make_row(**row)
-        if checked["run_id"] != self.run_id:
-            raise ValueError(f"run_id must be {self.run_id!r} in this writer, got {checked['run_id']!r}")
-        self._rows.append(checked)
-        if len(self._rows) >= self.flush_every:
-            self.flush()
+        self.extend([row])
 
     def extend(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Append each row."""
-        for row in rows:
-            self.append(row)
+        """Add rows that belong together, such as those of a Case: all of them go into one part, or none anywhere.
+
+        Whoever finds one of them in a folder, also after a kill, so has the others. Raises: as `append`.
+        """
+        if self._closed:
+            raise ValueError(f"the writer of run {self.run_id!r} is closed")
+        checked = [make_row(**row) for row in rows]
+        for row in checked:
+            if row["run_id"] != self.run_id:
+                raise ValueError(f"run_id must be {self.run_id!r} in this writer, got {row['run_id']!r}")
+        self._rows += checked  # in one step: a signal comes before or after it
+        if len(self._rows) >= self.flush_every:
+            self.flush()
 
     def flush(self) -> None:
         """Write the buffered rows as the next part; nothing where there are none."""
@@ -81,9 +86,10 @@ class RowWriter:
         table = pa.Table.from_pylist(self._rows, schema=ARROW_SCHEMA)
         path = self.directory / f"rows-{self.run_id}-{self._next:04d}.parquet"
         write_atomically(path, lambda temporary: pq.write_table(table, temporary, **_FORMAT))
+        # Interrupted before this, the part is written again over itself, and its rows are not doubled.
+        self._rows = []
         self.paths.append(path)
         self._next += 1
-        self._rows = []
 
     def close(self) -> None:
         """Write what is left, and join the run's parts where they are many. Closing twice is allowed."""
@@ -175,6 +181,14 @@ def remove_parts(directory: str | os.PathLike[str]) -> None:
     """
     for part in _parts(Path(directory)):
         part.path.unlink()
+    remove_unfinished(directory)
+
+
+def remove_unfinished(directory: str | os.PathLike[str]) -> None:
+    """Remove what killed processes left of parts that they had not finished; no process may be writing there now."""
+    for path in Path(directory).glob(".rows-*.tmp"):
+        if _LEFT.fullmatch(path.name):
+            path.unlink(missing_ok=True)
 
 
 def write_csv(df: pd.DataFrame, path: str | os.PathLike[str]) -> Path:

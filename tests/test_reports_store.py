@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from reports import NoRowsError, RowsError, RowWriter, from_rows, load, make_row, write_csv
 from reports.columns import COLUMNS
-from reports.store import remove_parts
+from reports.store import remove_parts, remove_unfinished
 from reports_rows import TEXT, frame, row, rows
 
 ROOT = Path(__file__).parent.parent
@@ -38,12 +38,18 @@ def assert_same(a: pd.DataFrame, b: pd.DataFrame) -> None:
         assert np.array_equal(*bits), name
 
 
+def append_each(writer, rows) -> None:
+    """One row after another, so that each may end a part."""
+    for one in rows:
+        writer.append(one)
+
+
 @given(drawn=st.lists(any_rows(), min_size=1, max_size=5), flush_every=st.integers(1, 3))
 @settings(max_examples=40)
 def test_parquet_and_csv_give_the_same_rows_back(tmp_path_factory, drawn, flush_every):
     folder = tmp_path_factory.mktemp("rows")
     with RowWriter(folder, "r1", flush_every) as writer:
-        writer.extend(drawn)
+        append_each(writer, drawn)
     df = from_rows(drawn)
     assert len(writer.paths) == -(-len(drawn) // flush_every)
     assert_same(load(folder), df)
@@ -59,7 +65,7 @@ def test_a_csv_of_many_blocks_keeps_text_with_line_breaks(tmp_path):
 
 def test_a_part_can_be_loaded_alone_and_parts_load_in_order(tmp_path):
     with RowWriter(tmp_path, "r1", 1) as writer:
-        writer.extend(row(case_id=f"c{i}") for i in range(3))
+        append_each(writer, (row(case_id=f"c{i}") for i in range(3)))
     assert [path.name for path in writer.paths] == [f"rows-r1-000{i}.parquet" for i in range(3)]
     assert list(load(tmp_path)["case_id"]) == ["c0", "c1", "c2"]
     assert list(load(writer.paths[1])["case_id"]) == ["c1"]
@@ -68,7 +74,7 @@ def test_a_part_can_be_loaded_alone_and_parts_load_in_order(tmp_path):
 def many_parts(folder: Path, end: BaseException | None = None) -> None:
     """40 rows in 20 parts, joined where the run ends by itself."""
     with RowWriter(folder, "r1-0007", 2) as writer:
-        writer.extend(row(run_id="r1-0007", case_id=f"c{i}") for i in range(40))
+        append_each(writer, (row(run_id="r1-0007", case_id=f"c{i}") for i in range(40)))
         if end is not None:
             raise end
 
@@ -133,6 +139,27 @@ def test_a_run_that_is_opened_again_goes_on_and_overwrites_nothing(tmp_path):
     assert list(load(tmp_path)["case_id"]) == ["c0", "c1", "c2", "other"]
 
 
+@given(sizes=st.lists(st.integers(0, 7), max_size=8), flush_every=st.integers(1, 9))
+@settings(max_examples=40)
+def test_rows_that_belong_together_are_in_one_part(tmp_path_factory, sizes, flush_every):
+    folder = tmp_path_factory.mktemp("rows")
+    with RowWriter(folder, "r1", flush_every) as writer:
+        for case, count in enumerate(sizes):
+            writer.extend(row(case_id=f"c{case}") for _ in range(count))
+    held = [list(load(path)["case_id"]) for path in writer.paths]
+    assert [case for part in held for case in part] == [f"c{i}" for i, n in enumerate(sizes) for _ in range(n)]
+    assert sum(len(set(part)) for part in held) == sum(n > 0 for n in sizes)
+    assert all(len(part) >= flush_every for part in held[:-1])
+
+
+def test_a_case_with_a_bad_row_leaves_none_of_its_rows(tmp_path):
+    with RowWriter(tmp_path, "r1") as writer:
+        writer.extend([row(case_id="c0"), row(case_id="c0")])
+        with pytest.raises(ValueError, match="run_id must be 'r1'"):
+            writer.extend([row(case_id="c1"), row(case_id="c1", run_id="r2")])
+    assert list(load(tmp_path)["case_id"]) == ["c0", "c0"]
+
+
 def test_leaving_the_writer_by_an_exception_keeps_the_rows(tmp_path):
     def interrupted():
         with RowWriter(tmp_path, "r1") as writer:
@@ -191,6 +218,12 @@ def test_a_writer_killed_inside_a_part_leaves_whole_parts_only(tmp_path):
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert list(load(tmp_path)["case_id"]) == [f"c{i}" for i in range(8)]
+    assert len(list(tmp_path.iterdir())) == 3
+    (tmp_path / ".rows-of-mine.tmp").touch()
+    remove_unfinished(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        ".rows-of-mine.tmp", "rows-r1-0000.parquet", "rows-r1-0001.parquet",
+    ]  # fmt: skip
     with RowWriter(tmp_path, "r1") as writer:
         writer.append(row(case_id="after"))
     assert list(load(tmp_path)["case_id"])[8:] == ["after"]
@@ -210,7 +243,7 @@ def test_a_failed_write_leaves_no_temporary_file_and_keeps_the_rows(tmp_path, mo
 
 def _truncated(folder: Path) -> Path:
     with RowWriter(folder, "r1", 1) as writer:
-        writer.extend([row(), row()])
+        append_each(writer, [row(), row()])
     path = writer.paths[1]
     path.write_bytes(path.read_bytes()[:-100])
     return path
