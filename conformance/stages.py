@@ -25,6 +25,7 @@ from conformance.compare import Comparison, compare_bits, compare_values, layout
 from conformance.exact import judge_properties
 from conformance.implementation import METHODS, Implementation, inherits, is_the_model
 from conformance.inputs import build, duplicate, move
+from conformance.isolation import note_stage
 from conformance.judge import FAIL, NOT_APPLICABLE, Verdict, judge
 from conformance.operands import NotApplicable
 from conformance.properties import plain_scales
@@ -266,9 +267,11 @@ class _Bench:
         Tensors of more than ``share_above`` bytes are not copied: only for calls after one that wrote into none.
         """
         given = {name: _copied(value, share_above) for name, value in arguments.items()}
+        note_stage(stage)
         try:
             got = getattr(self.implementation, stage)(*given.values(), config=config or self.config)
             result = _activation(got) if stage == "quantize" else _on_cpu(got)
+            note_stage(stage, returned=True)
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # any other end of the code under test, also its exit, is a result

@@ -38,9 +38,9 @@ def test_crash_exit_and_hang_are_failed_rows_and_the_run_goes_on(tmp_path) -> No
     for right in (listed[0], listed[-1]):
         assert {row["verdict"] for row in right} <= {"pass", "not applicable"} and len(right) > 10
     reasons = [rows[0]["reason"] for rows in listed[1:4]]
-    assert reasons[0] == "its process died: exit code 7"
-    assert reasons[1] == "its process died: SIGSEGV"
-    assert "no result after 25 s" in reasons[2]
+    assert reasons[0] == "its process died in wo_b: exit code 7"
+    assert reasons[1] == "its process died in wo_b: SIGSEGV"
+    assert "no result after 25 s in wo_b" in reasons[2]
     assert [len(rows) for rows in listed[1:4]] == [1, 1, 1]
     assert {(rows[0]["verdict"], rows[0]["stage"], rows[0]["implementation"]) for rows in listed[1:4]} == {
         ("fail", "o_proj", "Mine")
@@ -50,7 +50,7 @@ def test_crash_exit_and_hang_are_failed_rows_and_the_run_goes_on(tmp_path) -> No
 def number(one: Case) -> tuple[int, int]:
     """The tokens of a Case and the process that had it; 5 tokens spoil the process."""
     if one.tokens == 5:
-        isolation._state["spoilt"] = None  # type: ignore[assignment]
+        isolation._state.spoilt = None  # type: ignore[assignment]
         isolation._context_is_broken = lambda: True
     return one.tokens, os.getpid()
 
