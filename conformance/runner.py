@@ -10,7 +10,7 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import cache, partial
@@ -83,7 +83,7 @@ def git_revision() -> str:
 
 def run_case(case: Case, target: Target, run: Run) -> list[Row]:
     """The rows of one Case."""
-    implementation = _implementation(target, case.arch)
+    implementation = implementation_of(target, case.arch)
     return [
         _row(case, implementation, run, result, target.implementation) for result in run_stages(case, implementation)
     ]
@@ -91,7 +91,7 @@ def run_case(case: Case, target: Target, run: Run) -> list[Row]:
 
 def run_cases(
     cases: Iterable[Case], target: Target, run: Run, *, workers: int = 1, timeout: float = CASE_TIMEOUT
-) -> Iterator[list[Row]]:
+) -> Generator[list[Row], None, None]:
     """The rows of each Case, Case by Case in the order given; ``workers`` above 1 are processes of their own.
 
     An implementation that is not ours always runs in another process than this one: where that dies, or takes more than
@@ -114,11 +114,12 @@ def run_cases(
 def _lost_row(case: Case, target: Target, run: Run, lost: Lost) -> Row:
     """The one row of a Case whose process ended: which stage did it is not known, so the whole block has failed."""
     result = StageResult("o_proj", "bits", Comparison(problem=lost.reason), Verdict(FAIL, lost.reason), 0.0)
-    return _row(case, _implementation(target, case.arch), run, result, target.implementation)
+    return _row(case, implementation_of(target, case.arch), run, result, target.implementation)
 
 
 @cache
-def _implementation(target: Target, arch: str) -> Implementation:
+def implementation_of(target: Target, arch: str) -> Implementation:
+    """What ``target`` names for ``arch``, built once in a process."""
     return target.build(arch)
 
 
@@ -158,7 +159,7 @@ def _row(case: Case, implementation: Implementation, run: Run, result: StageResu
         seconds=result.seconds,
         verdict=result.verdict.status,
         reason=result.verdict.reason,
-        versions=_versions(implementation),
+        versions=versions_of(implementation),
     )
 
 
@@ -168,7 +169,7 @@ def engine_name(implementation: Implementation) -> str:
     return engine.name if engine is not None else OWN_ENGINE
 
 
-def _versions(implementation: Implementation) -> str:
+def versions_of(implementation: Implementation) -> str:
     """JSON of what computed the numbers."""
     engine = getattr(implementation, "engine", None)
     versions = {

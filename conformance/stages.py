@@ -24,7 +24,7 @@ from conformance.case import Case, CaseConfig
 from conformance.compare import Comparison, compare_bits, compare_values, layout_problem, merge
 from conformance.exact import judge_properties
 from conformance.implementation import METHODS, Implementation, inherits, is_the_model
-from conformance.inputs import build, duplicate, move
+from conformance.inputs import Inputs, build, duplicate, move
 from conformance.isolation import note_stage
 from conformance.judge import FAIL, NOT_APPLICABLE, Verdict, judge
 from conformance.operands import NotApplicable
@@ -57,20 +57,20 @@ def run_stages(case: Case, implementation: Implementation) -> list[StageResult]:
     """All comparisons of ``case``, in the order of the stages. An implementation that raises fails; nothing escapes."""
     started = time.perf_counter()
     results = []
-    for stage, (oracle, comparison, verdict) in _Bench(case, implementation).stages():
+    for stage, (oracle, comparison, verdict) in Bench(case, implementation).stages():
         now = time.perf_counter()
         results.append(StageResult(stage, oracle, comparison, verdict, now - started))
         started = now
     return results
 
 
-class _Bench:
-    """One Case on one implementation."""
+class Bench:
+    """One Case on one implementation; ``inputs``: those of the Case, where they have been built before."""
 
-    def __init__(self, case: Case, implementation: Implementation) -> None:
+    def __init__(self, case: Case, implementation: Implementation, inputs: Inputs | None = None) -> None:
         self.case, self.config, self.implementation = case, case.config, implementation
         self.device = torch.device(getattr(implementation, "device", CPU))
-        self.inputs = build(case)
+        self.inputs = inputs or build(case)
         self.on_device = self.inputs.to(self.device)
         self.truth = Truth(self.inputs, getattr(implementation, "o_known", "exact"))
 
