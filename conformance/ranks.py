@@ -22,7 +22,7 @@ from conformance.implementation import SoftwareImplementation
 from conformance.rank_checks import RankChecks
 from conformance.rank_launch import launch, work
 from conformance.rank_worker import BACKENDS, FAULTS, ORDERED, Gathered, Plan, RankFailure
-from conformance.runner import Row, Run, _row
+from conformance.runner import Judged, Row, Run, _row
 from conformance.terminal import FAILED, INTERRUPTED, PASSED, guarded, integers, say, split, stop, verdict_code
 from oproj.arch import ARCHS, get_arch
 from oproj.config import PRESETS, get_preset
@@ -75,7 +75,7 @@ class Judge:
         results = RankChecks(case, found).results()
         backend = self.plan.backend
         return [
-            _row(case, implementation, self.run, result) | {"variant": f"{variant} {backend}"}
+            _row(case, Judged.of(implementation), self.run, result) | {"variant": f"{variant} {backend}"}
             for variant, result in results
         ]
 

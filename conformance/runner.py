@@ -23,8 +23,14 @@ import torch
 import oproj
 from conformance.case import Case
 from conformance.compare import Comparison
-from conformance.implementation import EngineImplementation, Implementation, SoftwareImplementation, load_implementation
-from conformance.isolation import CASE_TIMEOUT, Lost, run_isolated
+from conformance.implementation import (
+    METHODS,
+    EngineImplementation,
+    Implementation,
+    SoftwareImplementation,
+    load_implementation,
+)
+from conformance.isolation import CASE_TIMEOUT, Lost, note_stage, run_isolated
 from conformance.judge import FAIL, Verdict
 from conformance.stages import StageResult, run_stages
 from oproj.arch import get_arch
@@ -81,12 +87,55 @@ def git_revision() -> str:
     return answer.stdout.strip()
 
 
+@dataclass(frozen=True)
+class Judged:
+    """What is under test as plain data, which also those know who must not build it; ``engine``: whose arithmetic,
+    `OWN_ENGINE` for one that is none of ours; ``versions``: JSON of what computes the numbers."""
+
+    name: str
+    engine: str
+    device: str
+    versions: str
+
+    @classmethod
+    def of(cls, implementation: Implementation) -> Judged:
+        """The description of ``implementation``."""
+        device = str(getattr(implementation, "device", "cpu"))
+        return cls(implementation.name, engine_name(implementation), device, versions_of(implementation))
+
+
+def judged_by(target: Target, arch: str, timeout: float = CASE_TIMEOUT) -> Judged:
+    """What ``target`` names for ``arch``. One that is not ours is built in another process, which may end without harm.
+
+    Raises what `Target.build` raises, and ``ValueError`` where building it ends its process or takes more than
+    ``timeout`` seconds.
+    """
+    if (target, arch) not in _judged:
+        _judged[target, arch] = _look_at(target, arch, timeout)
+    return _judged[target, arch]
+
+
+_judged: dict[tuple[Target, str], Judged] = {}
+
+
+def _look_at(target: Target, arch: str, timeout: float) -> Judged:
+    if not target.implementation:
+        return Judged.of(implementation_of(target, arch))
+    ((_, found),) = run_isolated([arch], partial(_describe, target), workers=1, timeout=timeout)
+    if isinstance(found, Lost):
+        raise ValueError(f"implementation={target.implementation!r} cannot be built for {arch}: {found.reason}")
+    return found
+
+
+def _describe(target: Target, arch: str) -> Judged:
+    return Judged.of(implementation_of(target, arch))
+
+
 def run_case(case: Case, target: Target, run: Run) -> list[Row]:
     """The rows of one Case."""
     implementation = implementation_of(target, case.arch)
-    return [
-        _row(case, implementation, run, result, target.implementation) for result in run_stages(case, implementation)
-    ]
+    judged = Judged.of(implementation)
+    return [_row(case, judged, run, result, target.implementation) for result in run_stages(case, implementation)]
 
 
 def run_cases(
@@ -108,29 +157,34 @@ def run_cases(
         return
     work = partial(run_case, target=target, run=run)
     for case, rows in run_isolated(cases, work, workers=workers, timeout=timeout):
-        yield [_lost_row(case, target, run, rows)] if isinstance(rows, Lost) else rows
+        yield [lost_row(case, target, run, rows)] if isinstance(rows, Lost) else rows
 
 
-def _lost_row(case: Case, target: Target, run: Run, lost: Lost) -> Row:
-    """The one row of a Case whose process ended: which stage did it is not known, so the whole block has failed."""
-    result = StageResult("o_proj", "bits", Comparison(problem=lost.reason), Verdict(FAIL, lost.reason), 0.0)
-    return _row(case, implementation_of(target, case.arch), run, result, target.implementation)
+def lost_row(case: Case, target: Target, run: Run, lost: Lost) -> Row:
+    """The one row of a Case whose process ended, of the stage that was called last; of the whole block where that is
+    not known."""
+    stage = lost.stage if lost.stage in METHODS else "o_proj"
+    result = StageResult(stage, "bits", Comparison(problem=lost.reason), Verdict(FAIL, lost.reason), 0.0)
+    return _row(case, judged_by(target, case.arch), run, result, target.implementation)
 
 
 @cache
 def implementation_of(target: Target, arch: str) -> Implementation:
     """What ``target`` names for ``arch``, built once in a process."""
-    return target.build(arch)
+    note_stage("construction")
+    built = target.build(arch)
+    note_stage("construction", returned=True)
+    return built
 
 
-def _row(case: Case, implementation: Implementation, run: Run, result: StageResult, spec: str = "") -> Row:
+def _row(case: Case, judged: Judged, run: Run, result: StageResult, spec: str = "") -> Row:
     comparison, arch = result.comparison, get_arch(case.arch)
     histogram = comparison.ulp_histogram
     return make_row(
         **dataclasses.asdict(run),
         arch=case.arch,
-        engine=engine_name(implementation),
-        implementation=implementation.name,
+        engine=judged.engine,
+        implementation=judged.name,
         spec=spec,
         stage=result.stage,
         oracle=result.oracle,
@@ -159,7 +213,7 @@ def _row(case: Case, implementation: Implementation, run: Run, result: StageResu
         seconds=result.seconds,
         verdict=result.verdict.status,
         reason=result.verdict.reason,
-        versions=versions_of(implementation),
+        versions=judged.versions,
     )
 
 

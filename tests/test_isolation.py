@@ -43,7 +43,7 @@ def test_crash_exit_and_hang_are_failed_rows_and_the_run_goes_on(tmp_path) -> No
     assert "no result after 25 s in wo_b" in reasons[2]
     assert [len(rows) for rows in listed[1:4]] == [1, 1, 1]
     assert {(rows[0]["verdict"], rows[0]["stage"], rows[0]["implementation"]) for rows in listed[1:4]} == {
-        ("fail", "o_proj", "Mine")
+        ("fail", "wo_b", "Mine")
     }
 
 
