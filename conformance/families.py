@@ -1,123 +1,32 @@
 """Input families: what the numbers of a Case look like, and which fault each look exposes.
 
-All randomness is raw output of NumPy's Philox counter generator, one stream per tensor and group, turned into numbers
-by integer and exactly rounded operations alone. `Generator.standard_normal` is not used: its tails go through libm,
-and NumPy may change how a Generator method spends its bits (NEP 19), while raw bit streams are fixed. So the same
-Case gives the same bits on every machine.
-
 Activations of one group are FP32 [T, heads_per_group * head_dim], later rounded to BF16 once. Weights of one group are
 e4m3 codes [rows, K] with one power-of-two scale exponent per block.
 """
 
 from __future__ import annotations
 
-import hashlib
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-BLOCK = 128  # activation lanes that share an amplitude; also the widest quantisation block
-_E4M3_MAX = 448
-_WEIGHT_EXPONENT = -13  # codes near 150 become weights near 0.02, as in a trained projection
+from conformance import families_aimed as aimed
+from conformance.streams import (
+    BLOCK,
+    WEIGHT_EXPONENT,
+    Exponents,
+    Floats,
+    Lanes,
+    Stream,
+    Tile,
+    Weights,
+    blocks,
+    per_block,
+)
 
-Floats = NDArray[np.float32]
-Codes = NDArray[np.uint8]
-Exponents = NDArray[np.int64]
-Weights = tuple[Codes, Exponents]
-
-
-class Stream:
-    """Counter-based random integers for one tensor, keyed by the seed and the tensor's name.
-
-    A longer request begins with the numbers of a shorter one, so a batch of 3 tokens is the head of a batch of 64.
-    """
-
-    def __init__(self, seed: int, *name: object) -> None:
-        text = "/".join(map(str, (seed, *name)))
-        self._key = hashlib.sha256(text.encode()).digest()
-
-    def raw(self, purpose: str, count: int) -> NDArray[np.uint64]:
-        """`count` random 64-bit words of the sub-stream `purpose`."""
-        key = hashlib.sha256(self._key + purpose.encode()).digest()
-        return np.random.Philox(key=int.from_bytes(key[:16], "little")).random_raw(count)
-
-    def below(self, purpose: str, limit: int, shape: tuple[int, ...]) -> NDArray[np.int64]:
-        """Integers 0 .. limit-1 (limit below 2**31; the multiply-shift bias is below limit * 2**-32)."""
-        words = self.raw(purpose, math.prod(shape)) >> np.uint64(32)
-        return ((words * np.uint64(limit)) >> np.uint64(32)).astype(np.int64).reshape(shape)
-
-    def bell(self, purpose: str, shape: tuple[int, ...]) -> Floats:
-        """Sums of four 16-bit uniforms, centred: standard deviation 0.58, at most 2 in size, exact in FP32."""
-        words = self.raw(purpose, math.prod(shape))
-        pairs = (words & np.uint64(0x0000FFFF0000FFFF)) + ((words >> np.uint64(16)) & np.uint64(0x0000FFFF0000FFFF))
-        sums = ((pairs + (pairs >> np.uint64(32))) & np.uint64(0xFFFFFFFF)).astype(np.int32) - 2 * 0xFFFF
-        return np.ldexp(sums.astype(np.float32), -16).reshape(shape)
-
-    def bell_codes(self, purpose: str, shape: tuple[int, ...]) -> Codes:
-        """e4m3 codes of sums of four bytes, centred (standard deviation 148), clipped at 448."""
-        count = math.prod(shape)
-        words = self.raw(purpose, -(-count // 2))
-        pairs = (words & np.uint64(0x00FF00FF00FF00FF)) + ((words >> np.uint64(8)) & np.uint64(0x00FF00FF00FF00FF))
-        sums = ((pairs + (pairs >> np.uint64(16))) & np.uint64(0x0000FFFF0000FFFF)).astype("<u8").view("<u4")
-        return _BELL_TABLE[sums[:count]].reshape(shape)
-
-
-def e4m3_value(code: int) -> float:
-    """The number of a finite e4m3 code (1-4-3, bias 7)."""
-    exponent, fraction = code >> 3 & 15, code & 7
-    magnitude = math.ldexp(fraction + 8 if exponent else fraction, max(exponent, 1) - 10)
-    return -magnitude if code & 0x80 else magnitude
-
-
-def nearest_e4m3(value: float) -> int:
-    """The e4m3 code nearest to `value`, ties to even, clipped at 448."""
-    target = min(abs(value), float(_E4M3_MAX))
-    code = min(range(0x7F), key=lambda c: (abs(e4m3_value(c) - target), c & 1))
-    return code | (0x80 if value < 0 else 0)
-
-
-_BELL_TABLE = np.array([nearest_e4m3(total - 510) for total in range(1021)], dtype=np.uint8)
-
-
-def _per_block(values: NDArray, width: int) -> NDArray:
-    """Repeat block values [T, width / 128] over the lanes."""
-    return np.repeat(values, BLOCK, axis=1)[:, :width]
-
-
-def _blocks(width: int) -> int:
-    return -(-width // BLOCK)
-
-
-# Activations: (stream, tokens, group, width, head_dim, rope_dim) -> FP32 [tokens, width]
-
-
-@dataclass(frozen=True)
-class Lanes:
-    """Where one group's activations live: which tokens, which group of the whole model, how heads are cut."""
-
-    tokens: int
-    group: int
-    width: int
-    head_dim: int
-    rope_dim: int
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """[T, width]."""
-        return (self.tokens, self.width)
-
-    @property
-    def block_shape(self) -> tuple[int, int]:
-        """[T, blocks of 128 lanes]."""
-        return (self.tokens, _blocks(self.width))
-
-    @property
-    def rotated(self) -> NDArray[np.bool_]:
-        """Which of the `width` lanes are turned by the rotation."""
-        return np.arange(self.width) % self.head_dim >= self.head_dim - self.rope_dim
+# Activations: (stream, lanes) -> FP32 [T, width]
 
 
 def _normal(stream: Stream, lanes: Lanes) -> Floats:
@@ -125,7 +34,7 @@ def _normal(stream: Stream, lanes: Lanes) -> Floats:
 
 
 def _scaled(values: Floats, exponents: NDArray, lanes: Lanes) -> Floats:
-    return np.ldexp(values, _per_block(exponents, lanes.width).astype(np.int32))
+    return np.ldexp(values, per_block(exponents, lanes.width).astype(np.int32))
 
 
 def _wide(stream: Stream, lanes: Lanes) -> Floats:
@@ -135,9 +44,9 @@ def _wide(stream: Stream, lanes: Lanes) -> Floats:
 
 def _outlier(stream: Stream, lanes: Lanes) -> Floats:
     where = stream.below("where", 2 * BLOCK, lanes.block_shape)  # every second block has one
-    hit = (np.arange(lanes.width) % BLOCK) == _per_block(where, lanes.width)
+    hit = (np.arange(lanes.width) % BLOCK) == per_block(where, lanes.width)
     peak = np.where(stream.below("sign", 2, lanes.block_shape) == 0, np.float32(7168), np.float32(-7168))  # 448 * 16
-    return np.where(hit, _per_block(peak, lanes.width), np.ldexp(_normal(stream, lanes), -4))
+    return np.where(hit, per_block(peak, lanes.width), np.ldexp(_normal(stream, lanes), -4))
 
 
 def _positive(stream: Stream, lanes: Lanes) -> Floats:
@@ -147,7 +56,7 @@ def _positive(stream: Stream, lanes: Lanes) -> Floats:
 def _sparse(stream: Stream, lanes: Lanes) -> Floats:
     live_lane = stream.below("live lanes", 8, lanes.shape) == 0
     live_block = stream.below("live blocks", 2, lanes.block_shape) == 0
-    return np.where(live_lane & _per_block(live_block, lanes.width), _normal(stream, lanes), np.float32(0))
+    return np.where(live_lane & per_block(live_block, lanes.width), _normal(stream, lanes), np.float32(0))
 
 
 _ULPS = np.array([-2, -1, 0, 1, 2, 3, 4, 5, 6, 7, 8, 16, 19, 20])
@@ -168,9 +77,9 @@ def _boundary(stream: Stream, lanes: Lanes) -> Floats:
     where = np.where(aimed, BLOCK - 2, stream.below("where", BLOCK, shape))
     lane, width = np.arange(lanes.width) % BLOCK, lanes.width
     partner = np.ldexp(peak * (1 + stream.below("partner", 8, shape)).astype(np.float32), -11)
-    rest = np.ldexp(_normal(stream, lanes), -4) * np.abs(_per_block(peak, width))
-    rest = np.where(_per_block(aimed, width) & (lane == BLOCK - 1), _per_block(partner, width), rest)
-    return np.where(lane == _per_block(where, width), _per_block(peak, width), rest).astype(np.float32)
+    rest = np.ldexp(_normal(stream, lanes), -4) * np.abs(per_block(peak, width))
+    rest = np.where(per_block(aimed, width) & (lane == BLOCK - 1), per_block(partner, width), rest)
+    return np.where(lane == per_block(where, width), per_block(peak, width), rest).astype(np.float32)
 
 
 def _exact(stream: Stream, lanes: Lanes) -> Floats:
@@ -187,35 +96,15 @@ def _exact(stream: Stream, lanes: Lanes) -> Floats:
 
 def _address(stream: Stream, lanes: Lanes) -> Floats:
     """Block (t, g, k) has an exponent of its own along every axis, so no transposed or shifted scale is equal."""
-    t, k = np.arange(lanes.tokens)[:, None], np.arange(_blocks(lanes.width))[None, :]
+    t, k = np.arange(lanes.tokens)[:, None], np.arange(blocks(lanes.width))[None, :]
     return _scaled(_normal(stream, lanes), (7 * t + 5 * lanes.group + 3 * k) % 29 - 14, lanes)
 
 
 # Weights: (stream, group, shape, block) -> codes uint8 [rows, K], scale exponents [rows / block, K / block]
 
 
-@dataclass(frozen=True)
-class Tile:
-    """Where one group's weights live: rows x K, and rows x K of one scale."""
-
-    group: int
-    rows: int
-    k: int
-    block: tuple[int, int]
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """[rows, K]."""
-        return (self.rows, self.k)
-
-    @property
-    def block_shape(self) -> tuple[int, int]:
-        """[row blocks, K blocks]."""
-        return (-(-self.rows // self.block[0]), -(-self.k // self.block[1]))
-
-
 def _flat(tile: Tile) -> Exponents:
-    return np.full(tile.block_shape, _WEIGHT_EXPONENT, dtype=np.int64)
+    return np.full(tile.block_shape, WEIGHT_EXPONENT, dtype=np.int64)
 
 
 def _normal_weights(stream: Stream, tile: Tile) -> Weights:
@@ -224,7 +113,7 @@ def _normal_weights(stream: Stream, tile: Tile) -> Weights:
 
 def _wide_weights(stream: Stream, tile: Tile) -> Weights:
     codes = stream.bell_codes("codes", tile.shape)
-    return codes, stream.below("spread", 9, tile.block_shape) - 4 + _WEIGHT_EXPONENT
+    return codes, stream.below("spread", 9, tile.block_shape) - 4 + WEIGHT_EXPONENT
 
 
 def _positive_weights(stream: Stream, tile: Tile) -> Weights:
@@ -242,7 +131,7 @@ def _exact_weights(stream: Stream, tile: Tile) -> Weights:
 def _address_weights(stream: Stream, tile: Tile) -> Weights:
     codes = stream.bell_codes("codes", tile.shape)
     n, k = np.arange(tile.block_shape[0])[:, None], np.arange(tile.block_shape[1])[None, :]
-    return codes, (3 * n + 4 * tile.group + 2 * k) % 11 - 5 + _WEIGHT_EXPONENT
+    return codes, (3 * n + 4 * tile.group + 2 * k) % 11 - 5 + WEIGHT_EXPONENT
 
 
 @dataclass(frozen=True)
@@ -267,6 +156,12 @@ FAMILIES: dict[str, Family] = {
         Family("boundary", "block maxima at 448*2^j and 1.75*2^j", "rounding of the scale", _boundary, _normal_weights),
         Family("exact", "small integers, sums that BF16 holds", "dropped or misplaced terms", _exact, _exact_weights),
         Family("address", "exponents that name their block", "permuted or shifted scales", _address, _address_weights),
+        Family("one-hot", "one live lane a token and group", "pairing, wrong heads", aimed.one_hot, _wide_weights),
+        Family("two-lanes", "1024 and 1 in each head", "lanes that leak", aimed.two_lanes, _wide_weights),
+        Family("tiny", "block maxima at 0 and the floors", "floors, 0/0", aimed.tiny, _normal_weights),
+        Family("half-way", "lanes between two codes", "rounding of the cast", aimed.half_way, _normal_weights),
+        Family("cancelling", "pairs that cancel", "guard bits, order of K", aimed.cancelling, aimed.cancelling_weights),
+        Family("large", "block maxima up to 2^95", "overflow, absorbed terms", aimed.large, _normal_weights),
     )
 }
 

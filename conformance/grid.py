@@ -21,6 +21,7 @@ TP_SIZES = (1, 2, 4, 8)
 TOKENS = (1, 5)
 MANY_TOKENS = 64
 _MANY_TOKENS_FAMILIES = 2
+_FAMILIES_IN_TURN = 8  # of all families, in one combination; the next combination goes on with others
 _COLUMNS = 512  # columns of z over all groups; every fourth Case of few tokens has twice as many
 _FEW_TOKENS = 16
 _HIDDEN = (256, 384, 512)
@@ -29,8 +30,8 @@ _PADDED = (64, 128)
 
 @dataclass(frozen=True)
 class Grid:
-    """What to run. ``examples`` Cases for each combination; 0: one per family, half as many of one token where other
-    numbers of tokens run too. ``full`` keeps real widths.
+    """What to run. ``examples`` Cases for each combination; 0: one per family that was named (of all of them eight in
+    turn), half as many of one token where other numbers of tokens run too. ``full`` keeps real widths.
 
     ``many_tokens`` adds a few Cases of that many tokens to each combination (0: none).
     Raises ``ValueError`` that lists the known names, or names the combination that is impossible.
@@ -86,9 +87,10 @@ class Grid:
     def _counts(self) -> list[tuple[int, int]]:
         """(tokens, Cases) of each combination."""
         # One token costs as many weights as many tokens and compares less, so it takes every second family in turn.
-        half = -(-len(self.families) // 2)
+        each = len(self.families) if set(self.families) != set(FAMILIES) else _FAMILIES_IN_TURN
+        half = -(-each // 2)
         counts = [
-            (tokens, self.examples or (half if tokens == 1 and len(self.tokens) > 1 else len(self.families)))
+            (tokens, self.examples or (half if tokens == 1 and len(self.tokens) > 1 else each))
             for tokens in self.tokens
         ]
         if self.many_tokens:

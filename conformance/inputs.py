@@ -14,13 +14,14 @@ import torch
 from numpy.typing import NDArray
 
 from conformance.case import Case, CaseConfig
-from conformance.families import Exponents, Lanes, Stream, Tile, get_family
+from conformance.families import get_family
+from conformance.streams import Exponents, Lanes, Stream, Tile
 from oproj.arch import Arch, get_arch
 from oproj.config import get_preset
 from oproj.rope import cos_sin_rows
 from oproj.weights import layout_weight_scales
 
-_BOUNDARIES = (0, 1, 255, 256, 257, 4095, 4096, 65535, 65536)
+_BOUNDARIES = (0, 1, 255, 256, 257, 4095, 4096, 4097, 65535, 65536, 65537)
 _POISON = 2.0**100  # a dead head or slot that is read cannot go unseen
 _SMALLEST_TABLE = 4096
 WO_B_BLOCK = (128, 128)
@@ -123,7 +124,8 @@ def build_positions(case: Case) -> NDArray[np.int64]:
     if case.position_family == "small":
         return stream.below("small", 4096, (tokens,))
     if case.position_family == "boundaries":
-        return np.resize(np.array(_BOUNDARIES, dtype=np.int64), tokens)
+        # The seed turns the list, so that Cases of one token do not all sit at position 0, where every rotation is right.
+        return np.resize(np.roll(np.array(_BOUNDARIES, dtype=np.int64), -(case.seed % len(_BOUNDARIES))), tokens)
     if case.position_family == "far":
         far = last - stream.below("far", 1 << 16, (tokens,))
         far[:1] = last

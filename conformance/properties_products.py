@@ -9,7 +9,7 @@ import torch
 
 from conformance.case import Case
 from conformance.compare import Comparison, compare_bits
-from conformance.families import Stream
+from conformance.streams import Stream
 from conformance.inputs import LinearWeight, Weights, build_wo_a, move
 from conformance.properties import Property, called, filled_memory, like, some_token
 from oproj.activation import QuantizedActivation, empty_scales, empty_values

@@ -11,9 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance.case import POSITION_FAMILIES, Case
-from conformance.families import FAMILIES, Lanes, Stream, Tile, e4m3_value, nearest_e4m3
+from conformance.families import FAMILIES
+from conformance.families_aimed import TINY
 from conformance.implementation import SoftwareImplementation
-from conformance.inputs import Inputs, build, build_o, build_wo_a, build_wo_b, move
+from conformance.inputs import Inputs, build, build_o, build_positions, build_wo_a, build_wo_b, move
+from conformance.streams import Lanes, Stream, Tile, e4m3_value, nearest_e4m3
 from oproj.activation import unpack_ue8m0
 from oproj.rope import cos_sin_rows
 from reference import dequantize, grouped_wo_a
@@ -22,12 +24,18 @@ from reference import dequantize, grouped_wo_a
 DIGESTS = [
     ("normal", "b03832092334c755", "ab25350e3e65efeb", "7dd3fc8a615978e0", "dfebfdaa7edaf5d7", "8c360f56d081f6ba"),
     ("wide", "971d495cd4cc0569", "254d1eefec3ca925", "09ea4fbac283fc08", "887d0e191a020a1d", "e12ea70649afe20a"),
-    ("outlier", "890415e57993a736", "6fb9ebbfa62f95c0", "774333627dac40a7", "dfebfdaa7edaf5d7", "5f104710ff8d17f0"),
+    ("outlier", "890415e57993a736", "5297b67a1ec11dc0", "774333627dac40a7", "dfebfdaa7edaf5d7", "5f104710ff8d17f0"),
     ("positive", "c87f9dda8d0048d4", "e52409468232c488", "5272dde671504316", "23a92a391c7e2d82", "68d58014617383c4"),
     ("sparse", "ef6e9f75796b2729", "e46b0150b4b7d30c", "1e91dcc87d76f0d9", "dfebfdaa7edaf5d7", "47ae46cd60b32ed6"),
     ("boundary", "a0911f039bf235c4", "ab25350e3e65efeb", "cd9999f0a5b1f790", "23a92a391c7e2d82", "138eb1593eda8407"),
     ("exact", "a74ca66c054dec71", "c3e9454373d79d97", "4ae92a602165bac1", "6ac6c403867d491b", "1f5f705981eba9f9"),
-    ("address", "96cd5c5ba504c6d9", "6fb9ebbfa62f95c0", "d8e5aa7f93bbb7a8", "5d50fb55d809511a", "dc77670c6617c641"),
+    ("address", "96cd5c5ba504c6d9", "36a6cf51fa0cd446", "d8e5aa7f93bbb7a8", "5d50fb55d809511a", "dc77670c6617c641"),
+    ("one-hot", "337fa6dd0224e29b", "1ad9c5e8dac99386", "8ef913641b00f3be", "216ebb24c620281a", "81119cab41e2a3d4"),
+    ("two-lanes", "852d24fe3dabb36e", "4120b38d629c2ead", "b2a7fcb175f2c30b", "73e81ed4eb7a7a61", "de861d8b3356fb3d"),
+    ("tiny", "ff6335f74b3b4390", "ab25350e3e65efeb", "84cf0b7a43338154", "dfebfdaa7edaf5d7", "c13c919f4bbe91f4"),
+    ("half-way", "27538671c723bfaa", "6664ae5023b10e02", "38552ab92d7590a6", "23a92a391c7e2d82", "16a4712d8f64849b"),
+    ("cancelling", "b7e7f3c604ddc25e", "339be4850afee456", "bab7ad2bfc77241e", "dfebfdaa7edaf5d7", "ecb7f3be64b7ac4e"),
+    ("large", "8c0a3c86f9e543ca", "77f6f34e6a98d53b", "a07d71a30afe336a", "23a92a391c7e2d82", "2a6e14757cb9f374"),
 ]
 
 
@@ -184,6 +192,64 @@ def test_signs_zeros_and_outliers_are_what_their_families_say() -> None:
     assert (codes < 0x80).all()
 
 
+def activations(family: str, tokens: int = 16) -> np.ndarray:
+    return FAMILIES[family].activations(Stream(0, "o"), LANES).reshape(LANES.tokens, 8, 512)[:tokens]
+
+
+LANES = Lanes(16, 0, 4096, 512, 64)
+
+
+def test_one_hot_has_one_lane_a_token_and_two_lanes_two_a_head() -> None:
+    one, two = activations("one-hot"), activations("two-lanes")
+    assert ((one != 0).sum((1, 2)) == 1).all()
+    rotated = (one[..., 448:] != 0).any((1, 2))
+    assert rotated.any() and not rotated.all() and len({tuple(at) for at in np.argwhere(one)[:, 1:]}) > 10
+    assert ((two != 0).sum(2) == 2).all() and set(np.abs(two[two != 0])) == {1.0, 1024.0}
+    large, small_one = (np.argwhere(np.abs(two) == size)[:, 2] for size in (1024, 1))
+    assert (large >= 448).all() and (small_one >= 448).any() and (small_one < 448).any()
+    assert (large // 2 != small_one // 2).all()
+
+
+def test_tiny_blocks_have_their_maxima_at_the_floors() -> None:
+    values = torch.from_numpy(activations("tiny")).bfloat16().double()
+    peaks = set(values.unflatten(-1, (4, 128)).abs().amax(-1).unique().tolist())
+    assert peaks == {float(torch.tensor(value).bfloat16()) for value in TINY.tolist()}
+    assert {0.0, 2.0**-133, 2.0**-126} < peaks
+    assert sum(0.99e-10 < p < 1.01e-10 for p in peaks) == 3 and sum(0.99e-4 < p < 1.01e-4 for p in peaks) == 3
+
+
+def test_half_way_lanes_lie_between_two_codes_after_the_blocks_own_scale() -> None:
+    inputs = build(small("half-way", tokens=6, position_family="far"))
+    x = SoftwareImplementation("sm90").quantize(inputs.o, inputs.positions, inputs.cos_sin_cache, config=inputs.config)
+    scaled = inputs.o.double().reshape(6, 4, 32, 128) / x.scale.double().unsqueeze(-1)
+    codes = x.data.view(torch.uint8).reshape(scaled.shape) & 0x7F
+    table = torch.tensor([e4m3_value(code) for code in range(0x7F)], dtype=torch.float64)
+    middle = (table[1:] + table[:-1]) / 2
+    plain = ~torch.from_numpy(Lanes(1, 0, 4096, 512, 64).rotated).reshape(32, 128)
+    live = scaled.abs()[:, :, plain]
+    between = torch.isin(live, middle)
+    assert bool((between | (live == 448)).all()) and between.double().mean() > 0.9
+    assert set(middle.tolist()) == set(live[between].unique().tolist())
+    assert bool((codes[:, :, plain][between] % 2 == 0).all())  # ties to even
+
+
+def test_cancelling_pairs_leave_little_of_what_goes_in() -> None:
+    def kept(family: str) -> float:
+        inputs = build(small(family, tokens=4))
+        wo_a = inputs.weights.wo_a
+        assert wo_a.weight_scale_inv is not None
+        weights = dequantize(wo_a.weight, wo_a.weight_scale_inv, block_k=128, block_mn=128)
+        o = inputs.o.double().reshape(4, 4, 4096)
+        return float(grouped_wo_a(o, weights).abs().sum() / grouped_wo_a(o.abs(), weights.abs()).sum())
+
+    assert 0 < kept("cancelling") < 0.1 * kept("normal")
+
+
+def test_large_blocks_reach_far_on_both_sides() -> None:
+    exponents = np.frexp(np.abs(activations("large")).reshape(-1, 128).max(-1))[1]
+    assert exponents.min() < -15 and exponents.max() > 90
+
+
 def test_padded_heads_are_poisoned_and_not_part_of_o() -> None:
     padded, plain = build_o(small("normal", padded_heads=40)), build_o(small("normal"))
     assert torch.equal(padded, plain)
@@ -192,13 +258,15 @@ def test_padded_heads_are_poisoned_and_not_part_of_o() -> None:
     assert (buffer[:, 32:] > 1e30).all()
 
 
-def positions(family: str, tokens: int) -> list[int]:
-    return build(small("sparse", tokens=tokens, position_family=family)).positions.tolist()
+def positions(family: str, tokens: int, seed: int = 0) -> list[int]:
+    return build_positions(small("sparse", tokens=tokens, position_family=family, seed=seed)).tolist()
 
 
 def test_positions_are_what_their_families_say() -> None:
     assert positions("start", 4) == [0, 1, 2, 3]
-    assert positions("boundaries", 11) == [0, 1, 255, 256, 257, 4095, 4096, 65535, 65536, 0, 1]
+    known = [0, 1, 255, 256, 257, 4095, 4096, 4097, 65535, 65536, 65537]
+    assert positions("boundaries", 12) == [*known, 0]
+    assert {positions("boundaries", 1, seed=seed)[0] for seed in range(len(known))} == set(known)
     assert all(0 <= p < 4096 for p in positions("small", 9))
     far = positions("far", 9)
     assert far[0] == 2**20 - 1 and min(far) >= 2**20 - 2**16

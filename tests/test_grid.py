@@ -25,8 +25,12 @@ def test_default_grid_reaches_everything_and_keeps_k() -> None:
     assert {c.padding_slots for c in cases} > {0, 1} and any(c.padded_heads for c in cases)
     assert {c.config.group_k for c in cases} == {4096}
     assert all(c.config.wo_b_k % 512 == 0 and c.macs < 2.0e8 for c in cases)
-    every = {(f, a, p, r) for f in FAMILIES for a in grid.archs for p in grid.presets for r in ROPE_KINDS}
-    assert {(c.family, c.arch, c.preset, c.rope_kind) for c in cases} == every
+    every = {(f, a, p) for f in FAMILIES for a in grid.archs for p in grid.presets}
+    assert {(c.family, c.arch, c.preset) for c in cases} == every
+    assert {(c.family, c.rope_kind, c.arch) for c in cases} == {
+        (f, r, a) for f in FAMILIES for r in ROPE_KINDS for a in grid.archs
+    }
+    assert len(cases) == 3 * 168
 
 
 def test_full_grid_has_the_real_widths() -> None:

@@ -20,7 +20,8 @@ from rich.console import Console
 from rich.table import Table
 
 from conformance.case import POSITION_FAMILIES, ROPE_KINDS, Case
-from conformance.families import FAMILIES, Stream
+from conformance.families import FAMILIES
+from conformance.streams import Stream
 from conformance.faults.matrix import failed_checks, start_worker
 from conformance.faults.registry import ALL
 from conformance.faults.variants import VARIANTS, Variant
