@@ -1,7 +1,7 @@
 """The command line `oproj` (also `python -m conformance`).
 
 Exit codes: 0 all passed; 1 a comparison failed or regressed; 2 usage or bad input; 3 asked-for hardware or package
-missing; 4 nothing was compared; 130 stopped by Ctrl-C.
+missing; 4 nothing was compared; 130 stopped by Ctrl-C; 143 by SIGTERM.
 """
 
 from __future__ import annotations

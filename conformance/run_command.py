@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -11,25 +14,28 @@ import pandas as pd
 import torch
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from conformance import grid as grids
+from conformance.against_command import main as compare_two
+from conformance.against_command import second_target
 from conformance.families import FAMILIES
 from conformance.grid import Grid
 from conformance.implementation import Implementation
 from conformance.isolation import CASE_TIMEOUT
 from conformance.judge import FAIL
 from conformance.options import MOST_PROCESSES, Engine, Judged, Strings, choice, target_of
-from conformance.runner import Row, Run, Target, run_cases
+from conformance.progress import progress
+from conformance.resume import Earlier, look_back
+from conformance.runner import Run, Target, run_cases
 from conformance.shrink import as_text, shrink_failures
+from conformance.signals import Terminated, terminable
 from conformance.strategies import PROFILES, ProfileCases
-from conformance.terminal import FAILED, INTERRUPTED, guarded, integers, say, split, stop, verdict_code
+from conformance.terminal import FAILED, INTERRUPTED, TERMINATED, guarded, integers, say, split, stop, verdict_code
 from oproj.arch import ARCHS
 from oproj.config import PRESETS
 from oproj.engines.software.gemm import thread_count
 from reports.page import write_page
-from reports.schema import from_rows
-from reports.store import RowWriter, remove_parts, write_csv
+from reports.store import RowWriter, load, remove_parts, remove_unfinished, write_csv
 from reports.tables import print_rich, write_markdown
 
 Plan = Grid | ProfileCases
@@ -38,7 +44,7 @@ _DERIVED: dict[str, Callable[[pd.DataFrame, Path], object]] = {
     "rows.csv": write_csv,
     "report.html": write_page,
 }
-_FLUSH_EVERY = 500
+_FLUSH_EVERY, _FLUSH_SECONDS = 500, 30.0  # rows, and seconds of work, that a killed run loses at most
 _MANY_CASES = 32
 
 
@@ -69,35 +75,58 @@ def run(
             file_okay=False, help="Folder of rows and tables, by default out/RUN_ID; earlier rows there are replaced."
         ),
     ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the stopped run in --out: Cases that have rows are not rerun.")
+    ] = False,
     workers: Annotated[int, typer.Option(min=0, help="Processes; 0: one per core, one in all on a GPU.")] = 0,
     case_timeout: Annotated[
         float, typer.Option(help="Seconds after which a Case in a process of its own has failed.")
     ] = CASE_TIMEOUT,
+    against: Annotated[
+        str, typer.Option(help="Judge nothing: find where --implementation or --engine and this other one part.")
+    ] = "",
     shrink: Annotated[bool, typer.Option(help="Look for a small Case that fails in the same way.")] = True,
 ) -> None:
     """Run Cases, compare with float64 and with the bit-exact model, write and print the error tables."""
 
-    def plan() -> tuple[Plan, Target, int]:
+    def plan() -> tuple[Plan, Target, int, Earlier | None]:
         chosen: Plan = _grid(arch, preset, tp, tokens, family, examples, seed, full)
         if profile:
             chosen = _profile(profile, arch, examples, seed, preset or tp or tokens or family or full)
         target = target_of(engine, implementation)
         # Hardware and names are asked for before anything is written.
-        built = [target.build(name) for name in chosen.archs]
-        processes = _processes(len(chosen), built)
-        return chosen, target, workers or processes
+        built = {name: target.build(name) for name in chosen.archs}
+        second = [second_target(against).build(name) for name in chosen.archs] if against else []
+        earlier = _earlier(out, chosen, target, built) if resume else None
+        left = len(chosen) - len(earlier.finished if earlier else ())
+        processes = _processes(left, [*built.values(), *second])
+        return chosen, target, workers or processes, earlier
 
-    chosen, target, processes = guarded(plan)
-    this = Run.now()
+    chosen, target, processes, earlier = guarded(plan)
+    if against:
+        raise typer.Exit(
+            guarded(
+                lambda: compare_two(
+                    chosen.cases(),
+                    target,
+                    second_target(against),
+                    folder=out,
+                    workers=processes,
+                    timeout=case_timeout,
+                    shrink=shrink,
+                    total=len(chosen),
+                )
+            )
+        )
+    this = earlier.run if earlier else Run.now()
     folder = out or Path("out") / this.run_id
-    df = guarded(lambda: _run_into(folder, chosen, target, this, processes, case_timeout))
-    guarded(lambda: [write(df, folder / name) for name, write in _DERIVED.items()])
+    with _resumable(folder) as tally:
+        df = guarded(lambda: _run_into(folder, chosen, target, this, processes, case_timeout, earlier, tally))
+        guarded(lambda: [write(df, folder / name) for name, write in _DERIVED.items()])
     print_rich(df)
     code = verdict_code(df)
     if shrink and code == FAILED:
         _say_smallest(df, target, this, case_timeout)
-    if code == FAILED and target != Target():
-        say(f"to replay what was judged, add {_options(target)} to `oproj replay`")
     say(f"{len(df)} rows of {len(chosen)} Cases, tables and page in {folder}")
     raise typer.Exit(code)
 
@@ -108,12 +137,6 @@ def _say_smallest(df: pd.DataFrame, target: Target, this: Run, timeout: float) -
     with Console(stderr=True).status("looking for a small Case that fails in the same way"):
         for found in shrink_failures(failed, target, this, timeout=timeout):
             say(as_text(found), style="bold")
-
-
-def _options(target: Target) -> str:
-    """The options that name ``target`` again."""
-    name, value = ("implementation", target.implementation) if target.implementation else ("engine", target.engine)
-    return f"--{name} {shlex.quote(value)}"
 
 
 def _grid(
@@ -153,27 +176,64 @@ def _processes(cases: int, implementations: Sequence[Implementation]) -> int:
     return min(cores, MOST_PROCESSES) if on_cpu and cases >= _MANY_CASES else 1
 
 
-def _run_into(folder: Path, chosen: Plan, target: Target, this: Run, workers: int, timeout: float) -> pd.DataFrame:
-    """Run all Cases into ``folder`` with a progress bar on standard error; the rows as a frame."""
-    remove_parts(folder)
+def _earlier(folder: Path | None, chosen: Plan, target: Target, built: dict[str, Implementation]) -> Earlier | None:
+    if folder is None:
+        raise ValueError("--resume goes on in the folder of a stopped run; name it with --out DIR")
+    return look_back(folder, chosen.cases(), target, built)
+
+
+@dataclass
+class _Tally:
+    """How many rows are in the folder of a run, those of an earlier part of it left out."""
+
+    rows: int = 0
+
+
+def _run_into(
+    folder: Path,
+    chosen: Plan,
+    target: Target,
+    this: Run,
+    workers: int,
+    timeout: float,
+    earlier: Earlier | None,
+    tally: _Tally,
+) -> pd.DataFrame:
+    """Run the Cases that ``earlier`` has not into ``folder``, with their progress on standard error; all rows as a
+    frame."""
+    finished: frozenset[str] = earlier.finished if earlier else frozenset()
+    if earlier:
+        remove_unfinished(folder)
+    else:
+        remove_parts(folder)
     for name in _DERIVED:  # of an earlier run, and would be taken for this one's were it killed
         (folder / name).unlink(missing_ok=True)
-    rows: list[Row] = []
+    cases = (case for case in chosen.cases() if case.id not in finished)
+    results = run_cases(cases, target, this, workers=workers, timeout=timeout)
+    flushed = time.monotonic()
+    with (
+        closing(results),
+        RowWriter(folder, this.run_id, _FLUSH_EVERY) as writer,
+        progress(len(chosen), len(finished), earlier.failed if earlier else 0) as advance,
+    ):
+        for of_case in results:
+            writer.extend(of_case)
+            tally.rows += len(of_case)
+            if time.monotonic() - flushed > _FLUSH_SECONDS:
+                writer.flush()
+                flushed = time.monotonic()
+            advance(any(row["verdict"] == FAIL for row in of_case))
+    return load(folder)
+
+
+@contextmanager
+def _resumable(folder: Path) -> Iterator[_Tally]:
+    """Ctrl-C and SIGTERM end the program with their own exit codes, and say what is there and how to go on."""
+    tally = _Tally()
     try:
-        with RowWriter(folder, this.run_id, _FLUSH_EVERY) as writer, _progress() as progress:
-            task = progress.add_task("Cases", total=len(chosen), failed=0)
-            for of_case in run_cases(chosen.cases(), target, this, workers=workers, timeout=timeout):
-                writer.extend(of_case)
-                rows.extend(of_case)
-                failed = progress.tasks[task].fields["failed"] + any(row["verdict"] == "fail" for row in of_case)
-                progress.update(task, advance=1, failed=failed)
-    except KeyboardInterrupt:
-        stop(INTERRUPTED, f"stopped: {len(rows)} rows in {folder} are valid; `oproj report {folder}` shows them")
-    return from_rows(rows)
-
-
-def _progress() -> Progress:
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    ends = (TextColumn("{task.fields[failed]} failed"), TimeRemainingColumn())
-    return Progress(*columns, *ends, console=console, transient=True, disable=not console.is_terminal)
+        with terminable():
+            yield tally
+    except KeyboardInterrupt as error:
+        code = TERMINATED if isinstance(error, Terminated) else INTERRUPTED
+        there = f"{tally.rows} new rows in {folder} are valid; `oproj report {folder}` shows them"
+        stop(code, f"stopped: {there}; the same command with --resume --out {shlex.quote(str(folder))} goes on")

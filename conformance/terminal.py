@@ -14,7 +14,7 @@ from oproj.engines import EngineUnavailable
 from reports.aggregate import NOTHING, overall_verdict
 from reports.columns import NoRowsError
 
-PASSED, FAILED, BAD_INPUT, MISSING, NOTHING_COMPARED, INTERRUPTED = 0, 1, 2, 3, 4, 130
+PASSED, FAILED, BAD_INPUT, MISSING, NOTHING_COMPARED, INTERRUPTED, TERMINATED = 0, 1, 2, 3, 4, 130, 143
 T = TypeVar("T")
 
 

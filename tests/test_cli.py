@@ -216,7 +216,7 @@ def test_interrupted_run_leaves_valid_rows_and_says_so(tmp_path: Path, monkeypat
     monkeypatch.setattr(run_command, "run_cases", stopped)
     result = oproj("run", "--arch", "sm90,sm100", *QUICK, "--out", tmp_path)
     assert result.exit_code == 130
-    assert re.search(r"stopped: \d+ rows in .* are valid", text(result))
+    assert re.search(r"stopped: 18 new rows in .* are valid", text(result))
     df = load(tmp_path)
     assert isinstance(df, pd.DataFrame) and df["case_id"].nunique() == 1
 
