@@ -236,4 +236,6 @@ def _resumable(folder: Path) -> Iterator[_Tally]:
     except KeyboardInterrupt as error:
         code = TERMINATED if isinstance(error, Terminated) else INTERRUPTED
         there = f"{tally.rows} new rows in {folder} are valid; `oproj report {folder}` shows them"
+        if not tally.rows:
+            there = "before the first of its Cases had ended"
         stop(code, f"stopped: {there}; the same command with --resume --out {shlex.quote(str(folder))} goes on")
