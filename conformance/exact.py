@@ -10,14 +10,14 @@ from conformance.compare import Comparison, merge
 from conformance.judge import FAIL, NOT_APPLICABLE, Verdict, judge
 from conformance.properties import ALL_BELOW, QUANTIZE, CallFailed, Property
 from conformance.properties_products import O_PROJ, REDUCE, WO_A, WO_B
+from conformance.special import SPECIAL
 
 PROPERTIES: dict[str, dict[str, Property]] = {
-    "quantize": QUANTIZE,
-    "wo_a": WO_A,
-    "wo_b": WO_B,
-    "reduce": REDUCE,
-    "o_proj": O_PROJ,
-}
+    stage: {**properties, "special": SPECIAL[stage]}
+    for stage, properties in (
+        ("quantize", QUANTIZE), ("wo_a", WO_A), ("wo_b", WO_B), ("reduce", REDUCE), ("o_proj", O_PROJ),
+    )
+}  # fmt: skip
 IN_LARGE_CASES = ("again", "solo", "written")
 NO_TOKENS = "no tokens: nothing to repeat"
 NONE_APPLIES = "no exact property applies to this Case"

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from conformance.case import PACKED_K, POSITION_FAMILIES, ROPE_KINDS, VARIANTS, WO_A_DTYPES, Case
 from conformance.families import FAMILIES
 from conformance.grid import ARCHS
+from conformance.special import KINDS, Special
 from oproj.arch import get_arch
 from oproj.config import PRESETS, get_preset
 
@@ -100,6 +101,14 @@ def cases(
         padding_slots=field("padding_slots", st.sampled_from((0, 1, 2, 8)) if wo_a_dtype == "fp8" else st.just(0)),
         variant=field("variant", st.sampled_from(VARIANTS)),
     )
+
+
+@st.composite
+def special_values(draw: st.DrawFn, stage: str | None = None) -> Special:
+    """A special value of ``stage`` (any, where ``None``), at any place."""
+    stage = stage or draw(st.sampled_from(tuple(KINDS)))
+    kind = draw(st.sampled_from(KINDS[stage]), label="kind")
+    return Special(stage, kind, draw(st.tuples(*[st.integers(0, 1 << 20)] * 3), label="at"))
 
 
 def _group_sizes(preset: Any, row: Any, wo_a_dtype: str) -> tuple[int, ...]:
@@ -186,11 +195,20 @@ class ProfileCases:
         return len(self.archs) * (self.examples or PROFILES[self.profile].count)
 
 
-# What chance hardly meets: rotated block maxima some FP32 ulps above 448 * 2^k, where rules for the scale differ.
+# What chance hardly meets: rotated block maxima some FP32 ulps above 448 * 2^k, where rules for the scale differ, and
+# more tokens than the budget leaves to the widths of packed scales.
 _DIRECTED: tuple[dict[str, Any], ...] = (
     {
         "preset": "v4-flash", "tokens": 13, "n_groups": 1, "o_lora_rank": 512, "hidden_size": 128,
         "family": "boundary", "position_family": "start",
+    },
+    {
+        "preset": "v4-flash", "tokens": 17, "n_groups": 1, "o_lora_rank": 512, "hidden_size": 128, "family": "address",
+        "position_family": "boundaries",
+    },
+    {
+        "preset": "v4-flash", "tokens": 33, "n_groups": 1, "o_lora_rank": 512, "hidden_size": 128, "family": "wide",
+        "position_family": "shuffled",
     },
 )  # fmt: skip
 _ROUND = 300  # Cases drawn at a time, so that a longer list begins with a shorter one
