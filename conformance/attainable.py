@@ -184,6 +184,7 @@ def compare_blocks(data: torch.Tensor, scale: torch.Tensor, spread: Intervals, l
         mismatched=int(bad_scale.sum()) + int(bad_code.sum()),
         ambiguous=float((lo != hi).mean()) if lo.size else float("nan"),
         first_bad=first,
+        elements=bad_code if bad_code.any() else None,
     )
 
 

@@ -19,6 +19,8 @@ import torch
 from numpy.typing import NDArray
 
 NAN = math.nan
+LARGE = 0.98
+"""Margins above this are kept for a map of where they are, also where the comparison holds. It decides nothing."""
 _INT_VIEW = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 _SIGN_BIT = {torch.float8_e4m3fn: 0x80, torch.bfloat16: 0x8000, torch.float16: 0x8000, torch.float32: 0x80000000}
 _UE8M0_NAN = 255
@@ -61,7 +63,8 @@ class Comparison:
     there is no bound. rms_rel_error: sqrt(sum err^2 / sum want^2). signed_bias: sum(err * sign(want)) / sum(abs(want)),
     negative where results are drawn toward zero. calc_diff: 1 - 2<x,y>/(<x,x>+<y,y>). ulp_*: distance in steps of the
     output format; the histogram's keys are lower edges 0, 1, 2, 4, 8, ... of its bins. ambiguous: share of codes for
-    which more than one value is attainable.
+    which more than one value is attainable. elements: of each element the margin, or whether it is bad, of the shape of
+    the tensor; None where there is nothing to map (none is bad, and no margin is large).
     """
 
     compared: int = 0
@@ -78,6 +81,7 @@ class Comparison:
     ambiguous: float = NAN
     first_bad: BadElement | None = None
     problem: str = ""
+    elements: NDArray[Any] | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -129,7 +133,7 @@ def compare_bits(got: torch.Tensor, want: torch.Tensor, name: str) -> Comparison
     if not bad.any():
         return comparison
     at = _first(bad)
-    return dataclasses.replace(comparison, first_bad=_bad_element(name, at, a, b))
+    return dataclasses.replace(comparison, first_bad=_bad_element(name, at, a, b), elements=bad)
 
 
 def compare_values(
@@ -164,6 +168,8 @@ def compare_values(
         **_metrics(a.values, exact),
         **_ulps(a, b),
     )
+    if not (comparison.margin_max <= LARGE):
+        comparison = dataclasses.replace(comparison, elements=margin)
     if not bad.any():
         return comparison
     at = _first(bad)
@@ -177,7 +183,7 @@ def compare_values(
 def merge(comparisons: Sequence[Comparison]) -> Comparison:
     """One Comparison of several tensors of a stage: counts add up, the first problem and first bad element stay.
 
-    Metrics and margins are those of the first part (the values); its ULP histogram too.
+    Metrics and margins are those of the first part (the values); its ULP histogram and elements too.
     """
     first = comparisons[0]
     return dataclasses.replace(

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import json
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+from conformance.judge import FAIL, PASS, Verdict
 
 MOST_TILES = 16
 DIGITS = 3
@@ -24,6 +27,54 @@ _AXES = {
     "o_proj": ("token", "column"),
 }
 _PAIRS = {1: ((0, 0),), 2: ((0, 1),), 3: ((1, 2), (0, 1))}
+
+
+class _Comparison(Protocol):
+    @property
+    def elements(self) -> NDArray[Any] | None: ...
+
+    @property
+    def margin_max(self) -> float: ...
+
+
+class _Result(Protocol):
+    """What a map needs of a `StageResult`."""
+
+    @property
+    def stage(self) -> str: ...
+
+    @property
+    def oracle(self) -> str: ...
+
+    @property
+    def comparison(self) -> _Comparison: ...
+
+    @property
+    def verdict(self) -> Verdict: ...
+
+
+def maps_of(results: Sequence[_Result]) -> list[str]:
+    """The `error_map` of each row of a Case: of the one that tells most, '' for the others, which keeps rows small.
+
+    Where comparisons fail, the one of the first stage that is off, of the oracle `bound` where that has failed, since
+    it has margins too. Else the one with the largest margin, where it is large (`compare.LARGE`).
+    """
+    texts = [""] * len(results)
+    place = _most_telling(results)
+    if place is not None:
+        elements = results[place].comparison.elements
+        texts[place] = "" if elements is None else error_map(elements, results[place].stage)
+    return texts
+
+
+def _most_telling(results: Sequence[_Result]) -> int | None:
+    having = [n for n, one in enumerate(results) if one.comparison.elements is not None]
+    failed = [n for n in having if results[n].verdict.status == FAIL]
+    if failed:
+        of_first = [n for n in failed if results[n].stage == results[failed[0]].stage]
+        return next((n for n in of_first if results[n].oracle == "bound"), of_first[0])
+    passed = [n for n in having if results[n].verdict.status == PASS]
+    return max(passed, key=lambda n: results[n].comparison.margin_max, default=None)
 
 
 def error_map(margins_or_bad: NDArray[Any], stage: str) -> str:
@@ -90,4 +141,7 @@ def tile_edges(length: int) -> NDArray[np.int64]:
 
 
 def _short(value: float) -> float | str:
-    return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else "inf"
+    if not math.isfinite(value):
+        return "inf"
+    rounded = float(f"{value:.{DIGITS}g}")
+    return int(rounded) if rounded.is_integer() else rounded  # "0" is a third of "0.0", and most are

@@ -14,9 +14,8 @@ from pathlib import Path
 import pandas as pd
 
 from conformance.case import Case
-from conformance.implementation import Implementation
 from conformance.judge import FAIL
-from conformance.runner import Run, Target, engine_name, git_revision, versions_of
+from conformance.runner import Judged, Run, Target, git_revision
 from reports.columns import NoRowsError, RowsError
 from reports.store import load
 
@@ -42,12 +41,10 @@ def finished_cases(folder: Path) -> set[str]:
     return set(_rows(folder)["case_id"].unique())
 
 
-def look_back(
-    folder: Path, cases: Iterable[Case], target: Target, implementations: Mapping[str, Implementation]
-) -> Earlier | None:
+def look_back(folder: Path, cases: Iterable[Case], target: Target, judged: Mapping[str, Judged]) -> Earlier | None:
     """What ``folder`` holds of a run of ``cases`` on ``target``; None where it holds no rows.
 
-    implementations: what ``target`` builds, by arch. Raises ``ValueError`` that names what differs where the rows are
+    judged: what ``target`` names, by arch. Raises ``ValueError`` that names what differs where the rows are
     of several runs, of another git revision, engine, implementation, `spec` or version of what computes, of another
     schema, or of a Case that is none of ``cases``.
     """
@@ -55,7 +52,7 @@ def look_back(
     if df.empty:
         return None
     run = _run_of(folder, df)
-    _refuse_other_makers(folder, df, target, implementations)
+    _refuse_other_makers(folder, df, target, judged)
     foreign = df[~df["case_id"].isin({case.id for case in cases})]
     if len(foreign):
         ids = foreign["case_id"].unique()
@@ -86,16 +83,14 @@ def _run_of(folder: Path, df: pd.DataFrame) -> Run:
     return run
 
 
-def _refuse_other_makers(
-    folder: Path, df: pd.DataFrame, target: Target, implementations: Mapping[str, Implementation]
-) -> None:
+def _refuse_other_makers(folder: Path, df: pd.DataFrame, target: Target, judged: Mapping[str, Judged]) -> None:
     names = ("engine", "implementation", "spec", "versions")
     for record in df[["arch", *names]].drop_duplicates().astype(object).to_dict("records"):
         arch = str(record["arch"])
-        if arch not in implementations:
+        if arch not in judged:
             continue  # its Cases are none of this run, and are named as such
-        mine = implementations[arch]
-        now = (engine_name(mine), mine.name, target.implementation, versions_of(mine))
+        mine = judged[arch]
+        now = (mine.engine, mine.name, target.implementation, mine.versions)
         for name, value in zip(names, now):
             differs = _difference(name, str(record[name]), value)
             if differs:

@@ -20,13 +20,13 @@ from conformance.against_command import main as compare_two
 from conformance.against_command import second_target
 from conformance.families import FAMILIES
 from conformance.grid import Grid
-from conformance.implementation import Implementation
 from conformance.isolation import CASE_TIMEOUT
 from conformance.judge import FAIL
 from conformance.options import MOST_PROCESSES, Engine, Judged, Strings, choice, target_of
 from conformance.progress import progress
 from conformance.resume import Earlier, look_back
-from conformance.runner import Run, Target, run_cases
+from conformance.runner import Judged as Subject
+from conformance.runner import Run, Target, judged_by, run_cases
 from conformance.shrink import as_text, shrink_failures
 from conformance.signals import Terminated, terminable
 from conformance.strategies import PROFILES, ProfileCases
@@ -95,11 +95,11 @@ def run(
             chosen = _profile(profile, arch, examples, seed, preset or tp or tokens or family or full)
         target = target_of(engine, implementation)
         # Hardware and names are asked for before anything is written.
-        built = {name: target.build(name) for name in chosen.archs}
-        second = [second_target(against).build(name) for name in chosen.archs] if against else []
-        earlier = _earlier(out, chosen, target, built) if resume else None
+        judged = {name: judged_by(target, name, case_timeout) for name in chosen.archs}
+        second = [judged_by(second_target(against), name, case_timeout) for name in chosen.archs] if against else []
+        earlier = _earlier(out, chosen, target, judged) if resume else None
         left = len(chosen) - len(earlier.finished if earlier else ())
-        processes = _processes(left, [*built.values(), *second])
+        processes = _processes(left, [*judged.values(), *second])
         return chosen, target, workers or processes, earlier
 
     chosen, target, processes, earlier = guarded(plan)
@@ -169,17 +169,17 @@ def _profile(profile: str, arch: Strings, examples: int, seed: int, of_the_grid:
     return ProfileCases(profile, split(arch, grids.ARCHS), examples, seed)
 
 
-def _processes(cases: int, implementations: Sequence[Implementation]) -> int:
+def _processes(cases: int, subjects: Sequence[Subject]) -> int:
     """One process per core for many Cases on CPUs; a GPU has one owner, and few Cases end before a process starts."""
-    on_cpu = all(torch.device(getattr(each, "device", "cpu")).type == "cpu" for each in implementations)
+    on_cpu = all(torch.device(each.device).type == "cpu" for each in subjects)
     cores = thread_count()  # refuses a bad OPROJ_THREADS also where there is one process
     return min(cores, MOST_PROCESSES) if on_cpu and cases >= _MANY_CASES else 1
 
 
-def _earlier(folder: Path | None, chosen: Plan, target: Target, built: dict[str, Implementation]) -> Earlier | None:
+def _earlier(folder: Path | None, chosen: Plan, target: Target, judged: dict[str, Subject]) -> Earlier | None:
     if folder is None:
         raise ValueError("--resume goes on in the folder of a stopped run; name it with --out DIR")
-    return look_back(folder, chosen.cases(), target, built)
+    return look_back(folder, chosen.cases(), target, judged)
 
 
 @dataclass

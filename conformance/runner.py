@@ -23,6 +23,7 @@ import torch
 import oproj
 from conformance.case import Case
 from conformance.compare import Comparison
+from conformance.error_map import maps_of
 from conformance.implementation import (
     METHODS,
     EngineImplementation,
@@ -135,7 +136,11 @@ def run_case(case: Case, target: Target, run: Run) -> list[Row]:
     """The rows of one Case."""
     implementation = implementation_of(target, case.arch)
     judged = Judged.of(implementation)
-    return [_row(case, judged, run, result, target.implementation) for result in run_stages(case, implementation)]
+    results = run_stages(case, implementation)
+    return [
+        _row(case, judged, run, result, target.implementation) | {"error_map": text}
+        for result, text in zip(results, maps_of(results), strict=True)
+    ]
 
 
 def run_cases(

@@ -12,8 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
-from conformance.error_map import MOST_TILES, error_map, tile_edges
+from conformance import SoftwareImplementation
+from conformance.compare import LARGE
+from conformance.error_map import MOST_TILES, error_map, maps_of, tile_edges
+from conformance.runner import Run, Target, run_case
+from conformance.stages import run_stages
+from planted import case
 from reports.heatmaps import error_maps
+
+RUN = Run("test", "2026-01-31T12:00:00Z", "abc")
 
 SHAPES = npst.array_shapes(min_dims=1, max_dims=3, min_side=1, max_side=40)
 MARGINS = st.sampled_from([0.0, 0.25, 1.0, 1.5, math.inf, math.nan])
@@ -99,3 +106,43 @@ def test_no_element_makes_no_map_and_other_input_is_refused():
         error_map(np.zeros((2, 2), dtype=np.int64), "wo_b")
     with pytest.raises(ValueError, match=r"shape \[1, 1, 1, 1\]; expected 1 to 3 axes"):
         error_map(np.zeros((1, 1, 1, 1)), "wo_b")
+
+
+class OneTileOff(SoftwareImplementation):
+    """z of token 1 in group 1 is off in ranks 32 to 43, and y in column 7."""
+
+    def wo_a(self, x, weights, *, config):
+        z = super().wo_a(x, weights, config=config)
+        z[1:2, 1, 32:44] += 64
+        return z
+
+    def wo_b(self, z, weights, *, config):
+        y = super().wo_b(z, weights, config=config)
+        y[:, 7] += 64
+        return y
+
+
+def test_a_failing_case_has_the_map_of_the_first_stage_that_is_off():
+    results = run_stages(case(tokens=3), OneTileOff("sm90"))
+    (place,) = [n for n, text in enumerate(maps_of(results)) if text]
+    assert (results[place].stage, results[place].oracle) == ("wo_a", "bound")
+    ranks, groups = json.loads(maps_of(results)[place])["maps"]
+    # 256 ranks and 3 tokens: a tile has 16 x 3 elements, of which 12 and 1.
+    assert (ranks["shape"], groups["shape"]) == ([2, 256], [3, 2])
+    bad = {(1, 2): 12 / 48}
+    assert {(i, j): share for i, line in enumerate(ranks["share"]) for j, share in enumerate(line) if share} == bad
+    assert groups["share"] == [[0, 0], [0, float(f"{12 / 256:.3g}")], [0, 0]]
+    assert ranks["max"][1][2] > 1 and groups["max"][1][1] == ranks["max"][1][2]
+
+
+def test_a_passing_case_has_the_map_of_its_largest_margin_where_that_is_large():
+    cases = [case(tokens=2), case("sm100", tokens=2, family="normal"), case("sm100", tokens=2, family="boundary")]
+    rows = [run_case(one, Target("software"), RUN) for one in (*cases, case(tokens=0))]
+    for of_case in rows:
+        margins = {n: row["margin_max"] for n, row in enumerate(of_case) if row["margin_max"] > LARGE}
+        for row in (row for row in of_case if row["error_map"]):
+            assert row["margin_max"] == max(margins.values()) and row["verdict"] == "pass"
+            one = json.loads(row["error_map"])["maps"][-1]
+            assert max(map(max, one["max"])) == float(f"{row['margin_max']:.3g}")
+            assert not any(map(any, one["share"])) and len(row["error_map"]) < 4000
+    assert [sum(row["error_map"] != "" for row in of_case) for of_case in rows] == [0, 1, 1, 0]

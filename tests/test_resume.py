@@ -22,7 +22,7 @@ import conformance.run_command as run_command
 import conformance.runner as runner
 from conformance.cli import app
 from conformance.resume import Earlier, finished_cases, look_back
-from conformance.runner import Run, Target, run_case
+from conformance.runner import Run, Target, judged_by, run_case
 from planted import case
 from reports.store import RowWriter, load
 
@@ -143,7 +143,7 @@ def left(folder: Path, rows: list[dict[str, Any]], **changes: Any) -> Path:
 
 def look(folder: Path, *more: dict[str, Any]) -> Earlier | None:
     cases = [case(**SMALL), *(case(**{**SMALL, **fields}) for fields in more)]
-    return look_back(folder, cases, TARGET, {"sm90": TARGET.build("sm90")})
+    return look_back(folder, cases, TARGET, {"sm90": judged_by(TARGET, "sm90")})
 
 
 def without_git(monkeypatch: pytest.MonkeyPatch, made: list[dict[str, Any]]) -> None:
