@@ -82,7 +82,9 @@ COLUMNS: tuple[Column, ...] = (
     _optional("ulp_histogram", "string", "JSON: distance in steps -> elements; '' where it does not apply"),
     _optional("ambiguous", "float64", "attainable: share of elements with more than one legal code"),
     _optional("first_bad", "string", "JSON: coordinate and values of the first failed element, or ''"),
-    _optional("error_map", "string", "JSON: where a failed comparison's bad elements sit, or ''"),
+    _optional(
+        "error_map", "string", "JSON: where the error sits, of the comparison that tells most of its Case; else ''"
+    ),
     Column("seconds", "float64", "time of the case"),
     Column("verdict", "category", "pass, fail, not applicable or skipped"),
     _optional("reason", "string", "why it failed, does not apply or was skipped"),

@@ -109,7 +109,8 @@ def _counted(at: np.ndarray, row_name: str, column_name: str, stage: str, arch: 
 
 
 def error_maps(text: str) -> list[go.Figure]:
-    """The maps of a row's `error_map`: share of bad elements per tile, with the largest margin in the tooltip.
+    """The maps of a row's `error_map`: share of bad elements per tile, with the largest margin in the tooltip; where no
+    element is bad, the largest margins themselves.
 
     No figures for ''. Raises: ValueError where the text is no error map.
     """
@@ -133,7 +134,12 @@ def _error_map(one: Mapping[str, Any]) -> go.Figure:
         ]
         for i, line in enumerate(share)
     ]
-    figure = _heatmap(share, _tile_names(edges[1]), _tile_names(edges[0]), SHARES, 1, customdata=said)
+    names = _tile_names(edges[1]), _tile_names(edges[0])
+    if largest and not any(map(any, share)):
+        margins = [[_colour_value(float(value)) for value in line] for line in largest]
+        figure = _heatmap(margins, *names, ALLOWED, CAP, customdata=said)
+    else:
+        figure = _heatmap(share, *names, SHARES, 1, customdata=said)
     return _titled(figure, str(one["columns"]), str(one["rows"]))
 
 

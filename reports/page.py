@@ -27,7 +27,7 @@ from .files import write_text
 from .formatting import MARKS, NOTES, REPLAY_NOTE, cell, label, replay_line, replay_of
 from .heatmaps import error_maps, kill_heatmap
 from .kill_matrix import kill_table, read_faults, variant_table
-from .page_figures import Panel, distributions, failure_maps, first_bad_maps, heat_maps
+from .page_figures import Panel, distributions, failure_maps, first_bad_maps, heat_maps, margin_maps
 from .page_tables import html_table, options, row_data
 from .schema import validate
 from .tables import (
@@ -86,6 +86,7 @@ def write_page(
         cases=[_case(case, figures) for case in cases],
         failing=failing,
         heat_maps=figures.add(heat_maps(df)),
+        margin_maps=figures.add(margin_maps(df)),
         failure_maps=figures.add(failure_maps(df)),
         first_bad_maps=figures.add(first_bad_maps(df)),
         distributions=figures.add(distributions(df, histograms) if histograms is not None else []),

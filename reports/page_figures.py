@@ -12,7 +12,7 @@ import plotly.graph_objects as go
 from .aggregate import row_faults, sort_rows
 from .columns import JUDGED, MARGINS
 from .figures import error_against, margin_distribution, ulp_bars
-from .heatmaps import fault_heatmap, first_bad_heatmaps, margin_heatmap
+from .heatmaps import error_maps, fault_heatmap, first_bad_heatmaps, margin_heatmap
 
 _PAIRS = {
     "preset × family": ("preset", "family"),
@@ -20,7 +20,7 @@ _PAIRS = {
     "stage × family": ("stage", "family"),
 }
 
-
+MOST_MARGIN_MAPS = 6
 _COLUMNS = [
     "arch", "stage", "oracle", "evidence", "preset", "tp_size", "tokens", "family", "compared", "mismatched", *MARGINS,
     "rms_rel_error", "signed_bias", "calc_diff", "ulp_max", "verdict",
@@ -73,6 +73,20 @@ def first_bad_maps(df: pd.DataFrame) -> list[Panel]:
             for figure in first_bad_heatmaps(failed, stage, arch):
                 pair = f"{figure.layout.yaxis.title.text} × {figure.layout.xaxis.title.text}"
                 panels.append(Panel(f"{arch} {stage}: first bad, {pair}", figure, {"arch": [arch], "stage": [stage]}))
+    return panels
+
+
+def margin_maps(df: pd.DataFrame) -> list[Panel]:
+    """Where the largest margins that hold sit: of each arch and stage the row with the largest that has a map, and of
+    these rows the `MOST_MARGIN_MAPS` with the largest."""
+    names = ["arch", "stage", "oracle", "case_id", "margin_max", "error_map"]
+    rows = df.loc[(df["error_map"] != "") & (df["verdict"] == "pass") & df["margin_max"].notna(), names]
+    rows = rows.sort_values("margin_max", ascending=False, kind="stable").drop_duplicates(["arch", "stage"])
+    panels = []
+    for arch, stage, oracle, case, _, text in rows.head(MOST_MARGIN_MAPS).itertuples(index=False, name=None):
+        for figure in error_maps(text):
+            pair = f"{figure.layout.yaxis.title.text} × {figure.layout.xaxis.title.text}"
+            panels.append(Panel(f"{arch} {stage}, Case {case}: {pair}", figure, {"arch": [arch], **_of(stage, oracle)}))
     return panels
 
 

@@ -7,6 +7,7 @@ import math
 from itertools import pairwise
 
 import numpy as np
+import pandas as pd
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,6 +19,7 @@ from conformance.error_map import MOST_TILES, error_map, maps_of, tile_edges
 from conformance.runner import Run, Target, run_case
 from conformance.stages import run_stages
 from planted import case
+from reports import baseline_frame, from_rows
 from reports.heatmaps import error_maps
 
 RUN = Run("test", "2026-01-31T12:00:00Z", "abc")
@@ -146,3 +148,9 @@ def test_a_passing_case_has_the_map_of_its_largest_margin_where_that_is_large():
             assert max(map(max, one["max"])) == float(f"{row['margin_max']:.3g}")
             assert not any(map(any, one["share"])) and len(row["error_map"]) < 4000
     assert [sum(row["error_map"] != "" for row in of_case) for of_case in rows] == [0, 1, 1, 0]
+
+
+def test_maps_are_no_part_of_a_baseline():
+    rows = from_rows(run_case(case("sm100", tokens=2, family="normal"), Target("software"), RUN))
+    assert (rows["error_map"] != "").any()
+    pd.testing.assert_frame_equal(baseline_frame(rows), baseline_frame(rows.assign(error_map="")))

@@ -65,6 +65,13 @@ def driver():
     driver.quit()
 
 
+def mapped(case, stage, oracle, bad):
+    """The error map of a row: of failing ones, and of one that passes."""
+    if stage != "wo_a" or not (bad or (case, oracle) == (3, "bound")):
+        return ""
+    return error_map(np.random.default_rng(case).random((case + 1, 4, 64)) * (1.5 if bad else 0.9), stage)
+
+
 def some_rows():
     """90 rows: two archs, three stages, three oracles, a family with markup in it, every fifth Case with failures."""
     rng = np.random.default_rng(7)
@@ -92,7 +99,7 @@ def some_rows():
                     ulp_histogram=json.dumps({"0": int(rng.integers(1, 999)), "2": case}) if has_margin else "",
                     ulp_max=3.0 if has_margin else math.nan,
                     first_bad=json.dumps({"tensor": "z", "at": [case, 1, 7]}) if bad else "",
-                    error_map=error_map(rng.random((case + 1, 4, 64)) * 1.5, "wo_a") if bad and stage == "wo_a" else "",
+                    error_map=mapped(case, stage, oracle, bad),
                     verdict="fail" if bad else "pass",
                     reason=f"3 elements {PLANTED}" if bad else "",
                 )
@@ -244,6 +251,12 @@ def test_error_maps_of_failing_cases_are_drawn(driver, df):
     ]
     (trace,) = figure(driver, "wo_a bound: bad elements, group × rank")
     assert trace["z"] == json.loads(recorded)["maps"][0]["share"]
+
+
+def test_a_map_of_margins_that_hold_is_drawn(driver, df):
+    (recorded,) = df.loc[(df["case_id"] == "c3") & (df["error_map"] != ""), "error_map"]
+    (trace,) = figure(driver, "sm100 wo_a, Case c3: group × rank")
+    assert trace["z"] == json.loads(recorded)["maps"][0]["max"]
 
 
 @pytest.mark.parametrize("name", ["arch", "stage", "oracle", "family", "verdict"])

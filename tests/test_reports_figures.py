@@ -15,7 +15,7 @@ from reports.columns import JUDGED
 from reports.figures import CAP, HEAD_DIM, error_against, margin_distribution, ulp_bars
 from reports.heatmaps import error_maps, first_bad_heatmaps, kill_heatmap, margin_heatmap
 from reports.kill_matrix import kill_table, read_faults, variant_table
-from reports.page_figures import distributions, failure_maps, first_bad_maps, heat_maps
+from reports.page_figures import distributions, failure_maps, first_bad_maps, heat_maps, margin_maps
 from reports.ulps import ulp_histograms
 from reports_rows import frame, rows
 
@@ -137,11 +137,32 @@ def test_an_error_map_is_drawn_with_its_numbers():
     margins[1, 0, 31] = 3.0
     groups, tokens = (figure.data[0] for figure in error_maps(error_map(margins, "wo_a")))
     assert groups.z[0][15] == 0.25
-    assert "largest margin 3.0" in groups.customdata[0][15]
+    assert "largest margin 3" in groups.customdata[0][15]
     assert list(tokens.y) == ["0", "1"] and tokens.z[1][0] == float(f"{1 / 32:.3g}")
     assert error_maps("") == []
     with pytest.raises(ValueError, match="error_map must hold maps"):
         error_maps('{"maps": [{"rows": 1}]}')
+
+
+def test_the_largest_margins_that_hold_are_drawn_as_margins():
+    import numpy as np
+
+    def mapped(margin, **more):
+        margins = np.full((2, 32), 0.25)
+        margins[1, 31] = margin
+        return {"stage": "wo_b", "margin_max": margin, "error_map": error_map(margins, "wo_b"), **more}
+
+    bad = {"verdict": "fail", "mismatched": 1}
+    df = frame(
+        mapped(0.985), mapped(0.99), mapped(0.981, arch="sm100"), mapped(3.0, stage="wo_a", **bad), {"margin_max": 1.0}
+    )
+    panels = margin_maps(df)
+    assert [panel.title.partition(",")[0] for panel in panels] == ["sm90 wo_b", "sm100 wo_b"]
+    assert panels[0].title == "sm90 wo_b, Case c1: token × column"
+    trace = panels[0].figure.data[0]
+    assert [line[-1] for line in trace.z] == [0.25, 0.99] and trace.zmax == 2
+    assert "0 of its elements bad, largest margin 0.99" in trace.customdata[1][15]
+    assert panels[0].of == {"arch": ["sm90"], "stage": ["wo_b"], "oracle": ["bound"]}
 
 
 def test_the_kill_matrix_shows_survivors_first_and_who_caught_what():
