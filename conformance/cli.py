@@ -6,42 +6,33 @@ missing; 4 nothing was compared; 130 stopped by Ctrl-C; 143 by SIGTERM.
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import pandas as pd
 import typer
 
+import oproj
 from conformance import grid as grids
-from conformance.case import Case
-from conformance.options import MOST_PROCESSES, Engine, Judged, Rows, Strings, choice, target_of
+from conformance.exports import main as export
+from conformance.options import MOST_PROCESSES, Rows, Strings, choice
+from conformance.replay_command import replay
+from conformance.report_command import report
 from conformance.run_command import run
-from conformance.runner import Row, Run, run_case
-from conformance.terminal import (
-    BAD_INPUT,
-    guarded,
-    say,
-    split,
-    stop,
-    verdict_code,
-)
+from conformance.runner import git_revision
+from conformance.terminal import BAD_INPUT, guarded, say, split, stop
 from oproj.arch import get_arch
 from oproj.engines.software.gemm import thread_count
 from reports.baseline import CHANGES, baseline_diff, write_baselines
 from reports.gate import exit_code, gate_folder
 from reports.gate_output import print_gate
 from reports.machine_output import write_outputs
-from reports.page import write_page
-from reports.schema import from_rows
 from reports.store import load
-from reports.tables import per_arch_stage, print_rich, to_markdown
+from reports.tables import to_markdown
 
 BASELINES = Path(__file__).resolve().parents[1] / "reports" / "baselines"
-FORMATS = ("table", "md", "csv")
 app = typer.Typer(
     name="oproj",
-    help="Numerical verification of the FP8 attention output projection.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -53,86 +44,26 @@ def main() -> None:
     app(prog_name="oproj")
 
 
+def _say_version(asked: bool) -> None:
+    if asked:
+        revision = git_revision()
+        say(f"oproj {oproj.__version__}" + (f", git {revision}" if revision else ""))
+        raise typer.Exit
+
+
+@app.callback()
+def _of_all(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Numerical verification of the FP8 attention output projection."""
+
+
 app.command()(run)
-
-
-@app.command()
-def replay(
-    case: Annotated[str, typer.Argument(help="The Case as one line of JSON, or its id.")],
-    source: Annotated[
-        Path | None, typer.Option("--in", help="Folder or file of rows in which an id is looked up.")
-    ] = None,
-    engine: Engine = "auto",
-    implementation: Judged = "",
-) -> None:
-    """Rebuild one Case exactly, run it, and print its stages with the first bad element of each."""
-
-    def judged() -> list[Row]:
-        if case.lstrip().startswith("{"):
-            return run_case(Case.from_json(case), target_of(engine, implementation), Run.now())
-        found, spec = _look_up(case, source)
-        recorded = spec if engine == "auto" else ""
-        return run_case(found, target_of(engine, implementation or recorded), Run.now())
-
-    rows = guarded(judged)
-    df = from_rows(rows)
-    print_rich(df)
-    if not case.lstrip().startswith("{"):
-        _say_what_else_was_judged(case, source, rows[0])
-    for row in rows:
-        if row["reason"]:
-            line = f"{row['stage']} {row['oracle']}: {row['verdict']}: {row['reason']}"
-            say(line, style="bold red" if row["verdict"] == "fail" else "")
-    raise typer.Exit(verdict_code(df))
-
-
-def _say_what_else_was_judged(case_id: str, source: Path | None, now: Row) -> None:
-    """A note where the recorded rows are of something else than this replay, which then cannot show their failure."""
-    df = load(source) if source else pd.DataFrame()
-    of_case = df[df["case_id"] == case_id]
-    recorded = dict.fromkeys(zip(of_case["engine"], of_case["implementation"]))
-    if (now["engine"], now["implementation"]) not in recorded:
-        names = ", ".join(name if name == engine else f"{name} on {engine}" for engine, name in recorded)
-        say(
-            f"note: {source} judged {names}, this replay {now['implementation']} on {now['engine']}; "
-            "name the other with --implementation or --engine",
-            style="yellow",
-        )
-
-
-def _look_up(case_id: str, source: Path | None) -> tuple[Case, str]:
-    """The Case, and what --implementation took when it was recorded ('' for an engine's own)."""
-    if source is None:
-        raise ValueError(f"case={case_id!r} is an id; say with --in DIR where its rows are, or give the Case's JSON")
-    df = load(source)
-    found = df.loc[df["case_id"] == case_id, ["case", "spec"]]
-    if found.empty:
-        ids = df["case_id"].unique()
-        raise ValueError(f"case={case_id!r} is not in {source}; it has {len(ids)}, such as {', '.join(ids[:5])}")
-    return Case.from_json(str(found["case"].iloc[0])), str(found["spec"].iloc[0])
-
-
-@app.command()
-def report(
-    directory: Rows,
-    html: Annotated[Path | None, typer.Option(help="Write the page there.")] = None,
-    format: Annotated[str, typer.Option(help=f"What to print: {', '.join(FORMATS)}.")] = "table",
-) -> None:
-    """Print the tables of a finished run; write its page."""
-
-    def show() -> None:
-        if format not in FORMATS:
-            raise ValueError(f"format={format!r} is unknown; known: {', '.join(FORMATS)}")
-        df = load(directory)
-        if html is not None:
-            write_page(df, html)
-        if format == "table":
-            print_rich(df)
-        else:
-            table = per_arch_stage(df)
-            sys.stdout.write(to_markdown(table) if format == "md" else table.to_csv(index=False))
-
-    guarded(show)
+app.command()(replay)
+app.command()(report)
+app.command(name="export")(export)
 
 
 @app.command(name="gate")

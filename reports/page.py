@@ -20,7 +20,7 @@ import pandas as pd
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
-from .against import arch_against_arch, engine_against_engine
+from .against import CHANGES, arch_against_arch, changes_per_stage, engine_against_engine, run_against_run
 from .aggregate import overall_verdict, row_faults, sort_rows
 from .columns import JUDGED
 from .files import write_text
@@ -31,6 +31,7 @@ from .page_figures import Panel, distributions, failure_maps, first_bad_maps, he
 from .page_tables import html_table, options, row_data
 from .schema import validate
 from .tables import (
+    CHANGE_COLUMNS,
     STAGE_KEYS,
     TITLE,
     environment,
@@ -44,6 +45,8 @@ from .ulps import ulp_histograms
 
 MOST_ROWS = 2000
 """Rows in the big table: what a phone scrolls through, and what keeps the file small."""
+MOST_CHANGES = 100
+"""Rows in the table of what has changed since another run."""
 FILTERS = ("arch", "stage", "oracle", "family", "verdict")
 _STAGE_COLUMNS = (
     "arch", "stage", "oracle", "verdict", "margin_max", "mismatched", "compared", "cases", "not_judged",
@@ -61,12 +64,14 @@ def write_page(
     title: str = TITLE,
     worst: int = 20,
     faults: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    against: pd.DataFrame | None = None,
 ) -> Path:
     """Write the page of the rows `df`, with at most `worst` failing Cases in full; returns the path.
 
-    faults: the JSON of `oproj faults --json`, as a path or a dict, for the kill matrix.
+    faults: the JSON of `oproj faults --json`, as a path or a dict, for the kill matrix. against: the rows of an earlier
+    run, for what has changed since.
 
-    Raises: RowsError where `df` is not a frame of rows or `faults` is no such JSON, ValueError for a negative `worst`.
+    Raises: RowsError where a frame is none of rows or `faults` is no such JSON, ValueError for a negative `worst`.
     """
     histograms = ulp_histograms(df, STAGE_KEYS) if len(validate(df)) else None
     stages = stage_table(df, histograms) if histograms is not None else None
@@ -82,6 +87,7 @@ def write_page(
         replay_note=REPLAY_NOTE,
         summary=html_table(per_arch(df), "summary"),
         stages=_stages(stages),
+        changes=None if against is None else _changes(against, df),
         against=_against(df),
         cases=[_case(case, figures) for case in cases],
         failing=failing,
@@ -166,6 +172,23 @@ def _against(df: pd.DataFrame) -> list[tuple[str, Markup | None]]:
             table = html_table(engine_against_engine(df, figures, by), f"{by}s")
             tables.append((f"{by.capitalize()} against {by}, Cases that all have judged", table))
     return [(name, table) for name, table in tables if table is not None]
+
+
+def _changes(before: pd.DataFrame, df: pd.DataFrame) -> dict[str, Any]:
+    """What became of the rows of an earlier run: a sentence, a table per stage, and the rows that ask for attention."""
+    joined = run_against_run(before, df)
+    counts = joined["change"].value_counts()
+    changed = joined[joined["change"] != "equal"]
+    runs = ", ".join(sorted(before["run_id"].unique()))
+    return {
+        "said": f"From run {runs} (a) to this one (b): "
+        + (", ".join(f"{counts[word]:,} {word}" for word in CHANGES if word in counts) or "nothing was judged")
+        + ".",
+        "stages": html_table(changes_per_stage(joined), "changes"),
+        "rows": html_table(changed.head(MOST_CHANGES), "changed", CHANGE_COLUMNS),
+        "shown": min(len(changed), MOST_CHANGES),
+        "changed": len(changed),
+    }
 
 
 def _case(case: dict[str, Any], figures: _Figures) -> dict[str, Any]:

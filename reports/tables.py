@@ -51,7 +51,7 @@ _ARCH_COLUMNS = [
     "arch", "engine", "verdict", "margin_max", "mismatched", "compared", "cases", "rows", "not_judged", "evidence",
     "nan_margins",
 ]  # fmt: skip
-_CHANGE_COLUMNS = [
+CHANGE_COLUMNS = [
     "arch", "stage", "oracle", "family", "tp_size", "tokens", "case_id", "change", "margin_max_a", "margin_max_b",
     "mismatched_a", "mismatched_b", "signed_bias_a", "signed_bias_b",
 ]  # fmt: skip
@@ -206,7 +206,7 @@ def print_run_against_run(
     changed = joined[joined["change"] != "equal"].head(n)
     if len(changed):
         title = f"{len(changed)} of {(joined['change'] != 'equal').sum():,} rows that changed"
-        console.print(_rich_table(changed, _CHANGE_COLUMNS, title, []))
+        console.print(_rich_table(changed, CHANGE_COLUMNS, title, []))
     ids = changed.loc[changed["change"] == "now fails", "case_id"]
     failed = df_b[df_b["case_id"].isin(ids)].drop_duplicates(["case_id", "spec", "engine"])
     for record in records(failed):
