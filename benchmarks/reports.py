@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from benchmarks.table import row
-from reports import load, per_arch_stage, run_against_run, to_markdown, worst_cases, write_page
+from reports import RowWriter, load, per_arch_stage, run_against_run, to_markdown, worst_cases, write_page
 from reports.columns import COLUMNS, SCHEMA_VERSION
 from reports.schema import ARROW_SCHEMA
 
@@ -68,6 +68,7 @@ def rows(count: int, seed: int = 0) -> pa.Table:
         "ulp_max": np.where(oracle == "bound", rng.integers(0, 2**15, count), np.nan).astype(np.float64),
         "ulp_histogram": _histograms(rng, oracle == "bound"),
         "first_bad": np.where(failed, '{"tensor": "z", "at": [1, 2, 128]}', ""),
+        "error_map": _maps(rng, failed & margins, (stage == "wo_b") & (oracle == "bound")),
         "verdict": np.where(failed, "fail", "pass"),
         "reason": np.where(failed, "1 of 512 elements with other bits", ""),
     }
@@ -117,6 +118,23 @@ def _cases(case: np.ndarray) -> np.ndarray:
     return np.array(texts, dtype=object)[case]
 
 
+def _maps(rng: np.random.Generator, failed: np.ndarray, passed: np.ndarray) -> np.ndarray:
+    """A full map of shares and margins in each failed row, and one of margins over few tokens in a row of each Case."""
+    out = np.full(len(failed), "", dtype=object)
+
+    def some(tokens: int, share: bool) -> list[str]:
+        tiles = rng.random((64, tokens, 16)).round(3)
+        return [
+            json.dumps({"rows": "token", "columns": "column", "shape": [tokens, 512], "share": shares, "max": largest})
+            for shares, largest in zip((tiles if share else np.zeros(tiles.shape, np.int64)).tolist(), tiles.tolist())
+        ]
+
+    for rows, maps, count in ((passed, some(5, False), 1), (failed, some(16, True), 2)):
+        texts = np.array([f'{{"maps": [{", ".join([one] * count)}]}}' for one in maps], dtype=object)
+        out[rows] = texts[rng.integers(0, len(texts), int(rows.sum()))]
+    return out
+
+
 def _histograms(rng: np.random.Generator, having: np.ndarray) -> np.ndarray:
     out = np.full(len(having), "", dtype=object)
     counts = rng.integers(0, 10**5, (int(having.sum()), 3))
@@ -139,7 +157,9 @@ def _timed(call: Callable[[], Any]) -> tuple[Any, float]:
 def figures(count: int, folder: Path) -> pd.DataFrame:
     """One line per figure: loading, tables, the page's time and size."""
     write_parts(rows(count), folder)
-    df, loading = _timed(lambda: load(folder))
+    _, loading = _timed(lambda: load(folder))
+    _, joining = _timed(RowWriter(folder, "bench").close)
+    df, loading_joined = _timed(lambda: load(folder))
     _, stages = _timed(lambda: per_arch_stage(df))
     _, worst = _timed(lambda: worst_cases(df))
     _, against = _timed(lambda: run_against_run(df, df))
@@ -147,6 +167,8 @@ def figures(count: int, folder: Path) -> pd.DataFrame:
     note = f"{count:,} rows"
     lines = [
         row("load, parts of 1,000 rows", loading, "s", f"< {LOAD_SECONDS:g}", 1, note),
+        row("parts joined in one file, as a run ends", joining, "s", "", 1, note),
+        row("load, one file", loading_joined, "s", f"< {LOAD_SECONDS:g}", 1, note),
         row("table per arch and stage", stages, "s", "", 1, note),
         row("worst cases", worst, "s", "", 1, note),
         row("run against run", against, "s", "", 1, note),
