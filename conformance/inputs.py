@@ -124,7 +124,7 @@ def build_positions(case: Case) -> NDArray[np.int64]:
     if case.position_family == "small":
         return stream.below("small", 4096, (tokens,))
     if case.position_family == "boundaries":
-        # The seed turns the list, so that Cases of one token do not all sit at position 0, where every rotation is right.
+        # The seed turns the list: Cases of one token must not all sit at position 0, where every rotation is right.
         return np.resize(np.roll(np.array(_BOUNDARIES, dtype=np.int64), -(case.seed % len(_BOUNDARIES))), tokens)
     if case.position_family == "far":
         far = last - stream.below("far", 1 << 16, (tokens,))

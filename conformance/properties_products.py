@@ -9,9 +9,9 @@ import torch
 
 from conformance.case import Case
 from conformance.compare import Comparison, compare_bits
-from conformance.streams import Stream
 from conformance.inputs import LinearWeight, Weights, build_wo_a, move
 from conformance.properties import Property, called, filled_memory, like, some_token
+from conformance.streams import Stream
 from oproj.activation import QuantizedActivation, empty_scales, empty_values
 
 _WHOLE_ROWS = 1024  # rows of wo_a over all groups up to which the unsharded layer is built too
@@ -71,13 +71,14 @@ def wo_a_groups_rolled(bench: Any, given: tuple[QuantizedActivation, torch.Tenso
         return None
     order = torch.arange(-1, groups - 1) % groups
     data = like(x.data.view(torch.uint8)[:, order], x.data).view(x.data.dtype)
-    moved = QuantizedActivation(data, _as_scales(x.scale[:, order]))
+    moved = QuantizedActivation(data, as_scales(x.scale[:, order]))
     weights = bench.on_device.weights
     got = _wo_a(bench, moved, dataclasses.replace(weights, wo_a=_picked(weights.wo_a, order)))
     return compare_bits(got[:, (torch.arange(groups) + 1) % groups], z, "z")
 
 
-def _as_scales(values: torch.Tensor) -> torch.Tensor:
+def as_scales(values: torch.Tensor) -> torch.Tensor:
+    """Scales ``[T, G, columns]`` in the layout that consumers read, zeros behind the last token."""
     tokens, groups, columns = values.shape
     return empty_scales(tokens, groups, columns, values.dtype == torch.int32, values.device).copy_(values)
 
@@ -101,7 +102,7 @@ def wo_a_poisoned(bench: Any, given: tuple[QuantizedActivation, torch.Tensor]) -
     rows = x.scale.stride(2) if x.scale.numel() else 0
     if not bench.truth.fp8 or rows <= len(z):
         return None
-    loud = bench.with_slots(QuantizedActivation(x.data, _as_scales(x.scale)))
+    loud = bench.with_slots(QuantizedActivation(x.data, as_scales(x.scale)))
     whole = loud.scale.as_strided((rows, *loud.scale.shape[1:]), loud.scale.stride())
     whole[len(z) :] = 0x7B7B7B7B if loud.scale.dtype == torch.int32 else 2.0**90
     return compare_bits(called(bench, "wo_a", x=loud, weights=bench.on_device.weights), z, "z")
@@ -113,7 +114,7 @@ def wo_a_doubled(bench: Any, given: tuple[QuantizedActivation, torch.Tensor]) ->
     if not bench.truth.fp8:
         return None
     step = 0x01010101 if x.scale.dtype == torch.int32 else None
-    scale = _as_scales(x.scale + step if step else x.scale * 2)
+    scale = as_scales(x.scale + step if step else x.scale * 2)
     got = _wo_a(bench, QuantizedActivation(x.data, scale))
     size = z.float().abs()
     inside = (size > _SMALLEST_SCALED) & (size < 2.0**100)

@@ -35,7 +35,7 @@ import torch
 from conformance.compare import Comparison, compare_bits, merge
 from conformance.inputs import LinearWeight
 from conformance.properties import Property, called, like, plain_scales, quantized
-from conformance.properties_products import partials_of
+from conformance.properties_products import as_scales, partials_of
 from conformance.streams import Stream
 from oproj.activation import QuantizedActivation
 
@@ -191,7 +191,7 @@ def _spoilt_code(x: QuantizedActivation, token: int, group: int, k: int) -> Quan
 
 
 def _spoilt_scale(x: QuantizedActivation, token: int, group: int, k: int) -> QuantizedActivation:
-    scale = like(x.scale, x.scale)
+    scale = as_scales(x.scale)
     if scale.dtype != torch.int32:
         scale[token, group, k * scale.shape[2] // x.data.shape[2]] = math.nan
         return QuantizedActivation(x.data, scale)

@@ -9,16 +9,18 @@ from pathlib import Path
 import pytest
 
 from conformance.case import Case
+from conformance.exact import PROPERTIES
 from conformance.faults import FAULTS, VARIANTS, get_faults
 from conformance.faults.addresses import BUFFERS, first_wrap, wraps
 from conformance.faults.anti_vacuity import VACUOUS, vacuous
 from conformance.faults.base import Faulty
 from conformance.faults.cases import EXAMPLES, ci_cases
 from conformance.faults.command import write_json
+from conformance.faults.fault import ALL
 from conformance.faults.matrix import Alarm, Kill, alarms, failed_checks, kill, run_matrix, usefulness
 from conformance.faults.page import to_markdown
-from conformance.faults.registry import ALL
 from conformance.faults.reports import SUITE_FAULTS, self_test_fails
+from conformance.faults.sole import SOLE
 from conformance.faults.variants import OPEN_VARIANTS
 from conformance.implementation import METHODS
 from conformance.stages import run_stages
@@ -41,6 +43,34 @@ def test_every_fault_is_killed_wherever_it_is_possible(kills: list[Kill]) -> Non
     assert {(one.fault, one.arch) for one in kills} == expected
     assert [f"{one.fault} on {one.arch} after {one.cases_run} Cases" for one in kills if not one.killed] == []
     assert max(one.case_number for one in kills) <= EXAMPLES
+
+
+@pytest.mark.parametrize("number", range(len(SOLE)), ids=[fault.sole for fault in SOLE])
+def test_without_its_one_check_a_fault_lives(number: int) -> None:
+    """No check is idle: the faults that are there for a check are seen by it and by no other."""
+    fault, arch = SOLE[number], ALL[number % len(ALL)]
+    found = [case for case in ci_cases(arch) if fault.fits(case)][:1]
+    assert [failed_checks(case, fault.implementation(arch)) for case in found] == [(fault.sole,)]
+
+
+def test_every_check_has_a_fault_that_it_alone_sees() -> None:
+    names = {(stage, name) for stage, properties in PROPERTIES.items() for name in properties}
+    stages = {"quantize": ("bits", "attainable", "bound"), "wo_a": ("bits", "bound"), "wo_b": ("bits", "bound")}
+    oracles = {(stage, name) for stage, tiers in stages.items() for name in tiers}
+    oracles |= {("reduce", "bound"), ("o_proj", "bits"), ("o_proj", "format")}
+    assert {tuple(fault.sole.split("/")) for fault in SOLE} == names | oracles
+
+
+@pytest.mark.parametrize("arch", ALL)
+def test_nothing_else_decides(arch: str) -> None:
+    """The judged tiers are those above: another one would need a fault of its own."""
+    judged = set()
+    for case in ci_cases(arch)[3:12]:
+        judged |= {(r.stage, r.oracle) for r in run_stages(case, Faulty(arch)) if r.verdict.status != "not applicable"}
+    tiers = {tuple(fault.sole.split("/")) for fault in SOLE}
+    assert {(stage, oracle) for stage, oracle in judged if oracle != "exact"} == {
+        (stage, oracle) for stage, oracle in tiers if oracle in ("bits", "attainable", "bound", "format")
+    }
 
 
 def test_a_fault_of_one_stage_is_seen_in_that_stage(kills: list[Kill]) -> None:
@@ -81,6 +111,7 @@ def test_an_output_without_work_fails_every_check_of_its_stage(name: str, arch: 
     for stage in METHODS:
         of_stage = [r for r in run_stages(case, vacuous(name, stage, case)) if r.stage == stage]
         judged = [r for r in of_stage if not (r.stage == "reduce" and r.oracle == "bits")]  # has no order to promise
+        judged = [r for r in judged if r.oracle != "format" or r.stage == "o_proj"]  # figures alone
         fit = [r for r in judged if r.oracle != "exact"]  # a constant is as deterministic as it can be
         assert fit and {(r.oracle, r.verdict.status) for r in fit if r.verdict.status != "fail"} == set(), stage
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from conformance.faults.registry import FAULTS, Fault, get_faults
+from conformance.faults.fault import Fault
+from conformance.faults.registry import FAULTS, get_faults
 from conformance.faults.variants import VARIANTS, Variant
 
 __all__ = ["FAULTS", "VARIANTS", "Fault", "Variant", "get_faults"]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 from conformance.case import Case
 from conformance.strategies import profile_cases
 
 EXAMPLES = 60
 
 
-def ci_cases(arch: str, examples: int = EXAMPLES) -> list[Case]:
+@cache
+def ci_cases(arch: str, examples: int = EXAMPLES) -> tuple[Case, ...]:
     """The first ``examples`` Cases of the profile on ``arch``."""
-    return profile_cases("ci", arch, examples)
+    return tuple(profile_cases("ci", arch, examples))

@@ -21,10 +21,10 @@ from rich.table import Table
 
 from conformance.case import POSITION_FAMILIES, ROPE_KINDS, Case
 from conformance.families import FAMILIES
-from conformance.streams import Stream
+from conformance.faults.fault import ALL
 from conformance.faults.matrix import failed_checks, start_worker
-from conformance.faults.registry import ALL
 from conformance.faults.variants import VARIANTS, Variant
+from conformance.streams import Stream
 from conformance.terminal import FAILED, NOTHING_COMPARED, PASSED
 from reports.files import write_text
 

@@ -18,7 +18,8 @@ import torch
 
 from conformance.case import Case
 from conformance.faults.cases import EXAMPLES, ci_cases
-from conformance.faults.registry import Fault, get_faults
+from conformance.faults.fault import Fault
+from conformance.faults.registry import get_faults
 from conformance.faults.reports import SUITE_FAULTS, SuiteFault, diluting, self_test_fails
 from conformance.faults.variants import VARIANTS
 from conformance.judge import FAIL

@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 
-from conformance.faults.registry import ALL, FAULTS
+from conformance.faults.fault import ALL
+from conformance.faults.registry import FAULTS
 from conformance.faults.reports import SUITE_FAULTS
 from conformance.faults.variants import OPEN_VARIANTS, VARIANTS
 from reports.files import write_text

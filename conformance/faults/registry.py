@@ -2,70 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable
 
-from conformance.case import Case
 from conformance.faults import einsum, layout, quantize, ranks, rope
-from oproj.arch import get_arch
-
-ALL = ("sm90", "sm100", "sm120")
-PACKED = ("sm100", "sm120")
-
-
-def always(case: Case) -> bool:
-    """A change that any Case with tokens can show."""
-    return case.tokens > 0
-
-
-def fp8(case: Case) -> bool:
-    """Codes and scales exist."""
-    return always(case) and case.wo_a_dtype == "fp8"
-
-
-def many_groups(case: Case) -> bool:
-    """More than one group on this rank."""
-    return fp8(case) and case.config.n_groups > 1
-
-
-def slots(case: Case) -> bool:
-    """Dead slots exist."""
-    return fp8(case) and case.padding_slots > 0
-
-
-def padded(case: Case) -> bool:
-    """o is a slice of a wider buffer, with a token behind the first."""
-    return case.tokens > 1 and case.padded_heads > case.config.n_heads
-
-
-def many_ranks(case: Case) -> bool:
-    """There is a sum over ranks."""
-    return always(case) and case.tp_size > 1
-
-
-@dataclass(frozen=True)
-class Fault:
-    """One mutation of a correct implementation.
-
-    stage: the first one whose output differs. source: public reports, 'project#number'. build: of an arch row, a
-    fresh implementation. fits: whether a Case can show it at all (elsewhere the change has nothing to change).
-    """
-
-    name: str
-    stage: str
-    change: str
-    source: str
-    build: Callable[[Any], Any]
-    archs: tuple[str, ...] = ALL
-    fits: Callable[[Case], bool] = always
-
-    def implementation(self, arch: str) -> Any:
-        """A fresh implementation with this fault; ``ValueError`` where it is not possible on ``arch``."""
-        if arch not in self.archs:
-            raise ValueError(f"fault {self.name} is not possible on {arch}; possible: {', '.join(self.archs)}")
-        return self.build(get_arch(arch))
-
+from conformance.faults.fault import PACKED, Fault, fp8, many_groups, many_ranks, padded, slots
+from conformance.faults.sole import SOLE
 
 _Q, _L, _R, _E = "quantize", "layout", "rope", "einsum"
 
@@ -179,6 +120,7 @@ FAULTS: tuple[Fault, ...] = (
           "sgl-project/sglang#29644", ranks.ReplicatedSummed, fits=many_ranks),
     Fault("bf16-ring", "reduce", "FP32 accumulation declared, BF16 words added rank after rank",
           "known family, no single report", ranks.RingInBf16, fits=lambda c: many_ranks(c) and c.tp_size > 2),
+    *SOLE,
 )  # fmt: skip
 
 

@@ -15,8 +15,8 @@ from conformance import stages
 from conformance.case import Case
 from conformance.compare import Comparison
 from conformance.faults.anti_vacuity import vacuous
+from conformance.faults.fault import fp8, many_ranks
 from conformance.faults.quantize import OneBlockAnOctaveHigh
-from conformance.faults.registry import fp8, many_ranks
 from conformance.judge import FAIL, PASS, Verdict
 
 GLOBAL_GATE = 1e-3

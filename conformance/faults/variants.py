@@ -16,8 +16,8 @@ import torch
 from conformance.case import Case, CaseConfig
 from conformance.faults.base import Faulty, Quantizing, power_of_two_scale
 from conformance.faults.einsum import reversed_wo_a
+from conformance.faults.fault import ALL, always, fp8
 from conformance.faults.layout import padding_rows
-from conformance.faults.registry import ALL, always, fp8
 from conformance.inputs import Weights
 from oproj.activation import QuantizedActivation
 from oproj.arch import get_arch
