@@ -1,6 +1,7 @@
 """Implementations of other projects, for ``oproj run --implementation``.
 
 ``vllm``: vLLM's own fused quantiser, from an installed vLLM or from the folder of an unpacked wheel (``OPROJ_VLLM``).
+``flashinfer``: FlashInfer's FP8 block products and its rotary embedding (`conformance.flashinfer_adapter`).
 """
 
 from __future__ import annotations
@@ -9,11 +10,14 @@ import torch
 
 from conformance import vllm_kernel
 from conformance.case import CaseConfig
+from conformance.flashinfer_adapter import FlashInferImplementation
 from conformance.implementation import EngineImplementation
 from oproj.activation import QuantizedActivation
 from oproj.arch import Arch, get_arch
 from oproj.engines import EngineUnavailable, get_engine
 from oproj.engines.rope_checks import check_inv_rope
+
+__all__ = ["FlashInferImplementation", "VllmImplementation"]
 
 
 class VllmImplementation(EngineImplementation):

@@ -10,23 +10,26 @@ from oproj.arch import Arch
 
 
 def apriori_group(
-    arch: Arch, operands: GemmOperands, group: int, kappa: int | None
+    arch: Arch, operands: GemmOperands, group: int, kappa: int | None, any_order: bool = False
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Exact result, bound on the FP32 result's error, and sum of magnitudes of one group, float64 ``[T, R]``."""
+    """Exact result, bound on the FP32 result's error, and sum of magnitudes of one group, float64 ``[T, R]``.
+
+    ``any_order``: every product is charged as if it came first.
+    """
     mma, steps = arch.mma, operands.depth // arch.mma.k
     a, w = operands.activations(group), operands.weights(group).T
     size_a, size_w = np.abs(a), np.abs(w)
-    per_step, promotion = _charges(arch, operands)
+    per_step, promotion = _charges(arch, operands, any_order)
     constant = _kappa(operands, group, kappa) * mma.k * 2.0**-mma.frac_bits + 2.0**-mma.out_frac_bits
     bound = constant * ((size_a * per_step) @ size_w) + (size_a * promotion) @ size_w
     tiny = 2.0 ** (-126 - mma.out_frac_bits) + (mma.k + 1) * 2.0 ** (-126 - mma.frac_bits)
     return a @ w, bound + steps * (tiny if mma.scales_inside else HALF_MIN_F32), size_a @ size_w
 
 
-def _charges(arch: Arch, operands: GemmOperands) -> tuple[np.ndarray, np.ndarray]:
+def _charges(arch: Arch, operands: GemmOperands, any_order: bool) -> tuple[np.ndarray, np.ndarray]:
     """Per k: how many steps see its product, and the relative FP32 roundings of promotion that do."""
     depth, block = operands.depth, arch.promotion_k or operands.depth
-    position = np.arange(depth)
+    position = np.zeros(depth, dtype=np.int64) if any_order else np.arange(depth)
     steps = (block - position % block + arch.mma.k - 1) // arch.mma.k
     if arch.promotion_k is None:
         return steps.astype(np.float64), np.zeros(depth)

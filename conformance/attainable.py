@@ -17,7 +17,8 @@ by ``bounds.QUOTIENT`` (reciprocals). Where a scale is no positive number, no co
 
 An implementation declares what it knows in attributes, all optional:
 
-* ``o_known``: ``"exact"`` (default; o itself is quantised) or ``"half-ulp"`` (o is the accumulator rounded to BF16);
+* ``o_known``: ``"exact"`` (default; o itself is rotated and quantised), ``"half-ulp"`` (o is the accumulator rounded to
+  BF16), ``"rounded"`` (what comes out of the rotation is rounded to BF16 before it is quantised);
 * ``scale_rule``: ``"ceil2"`` (default; powers of two, exactly or by FP32 log2) or ``"fp32"`` (amax/448, FP32 scales);
 * ``amax_floor``: least amax of a block; default that of the serving engine's fused quantiser, 1e-10.
 """
@@ -32,7 +33,7 @@ import torch
 from conformance import bounds
 from conformance.compare import BadElement, Comparison
 from conformance.operands import E4M3_VALUES, NotApplicable, finite_float64
-from conformance.truth import Truth, scale_values
+from conformance.truth import O_KNOWN, Truth, scale_values
 from oproj.activation import QuantizedActivation, unpack_ue8m0
 from oproj.engines.software.quantizer_table import VLLM_FUSED
 
@@ -92,15 +93,20 @@ def intervals(truth: Truth, o_known: str = "exact") -> Intervals:
     if o_known == "half-ulp":
         radius = bounds.hidden_rotation_bound(inputs.o, cos, sin).view(shape).numpy()
         return Intervals(centre - radius, centre + radius)
-    if o_known != "exact":
-        raise ValueError(f"o_known={o_known!r} must be 'exact' or 'half-ulp'")
+    if o_known not in O_KNOWN:
+        raise ValueError(f"o_known={o_known!r} must be one of {O_KNOWN}")
     lo, hi = centre.copy(), centre.copy()
     turned = slice(config.head_dim - config.rope_dim, None)  # of every head
     radius = rotation_radius(inputs.o[..., turned], cos, sin).reshape(*shape[:2], config.heads_per_group, -1)
     heads = (*shape[:2], config.heads_per_group, config.head_dim)
     lo.reshape(heads)[..., turned] -= radius
     hi.reshape(heads)[..., turned] += radius
-    return Intervals(lo, hi)
+    return Intervals(*(_bf16(ends) for ends in (lo, hi))) if o_known == "rounded" else Intervals(lo, hi)
+
+
+def _bf16(x: np.ndarray) -> np.ndarray:
+    """Through FP32 to BF16, nearest even, as an FP32 rotation is rounded: monotone, so ends stay ends."""
+    return torch.from_numpy(x).float().bfloat16().double().numpy()
 
 
 def rotation_radius(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> np.ndarray:

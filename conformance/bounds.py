@@ -12,7 +12,7 @@ Higham, Lopez, Mary, Pranesh, SISC 42(3), 2020. The textbook FP32 bound gamma_32
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -25,6 +25,8 @@ from oproj.arch import Arch, get_arch
 Output = Literal["bf16", "fp32"]
 Rotation = Literal["fma_cos", "mul_mul_add"]
 Reduction = Literal["bf16", "fp32"]
+Order = Literal["ascending", "descending", "any"]
+ORDERS: tuple[Order, ...] = get_args(Order)
 Angle = Literal["exact", "fp32"]
 UBF16, U64 = 2.0**-8, 2.0**-53
 E4M3_RELATIVE, E4M3_ABSOLUTE, E4M3_MAX = 2.0**-4, 2.0**-10, 448.0
@@ -70,6 +72,7 @@ def grouped_gemm_bound(
     output: Output = "bf16",
     fused: bool = True,
     gran_k: int | None = None,
+    order: Order = "ascending",
     threads: int | None = None,
 ) -> torch.Tensor:
     """Running bound on ``|z^ - z|`` of ``fp8_einsum("bhr,hdr->bhd")``, z exact on the codes and scales given.
@@ -91,11 +94,15 @@ def grouped_gemm_bound(
     Codes float8_e4m3fn or uint8 ``[T, G, K]``, ``[G, R, K]``; scales in the layout of ``arch`` (see
     ``gemm_operands``, also for ``gran_k``). ``z_hat``: the judged BF16 result ``[T, G, R]``; the half-ulp is then that
     of the larger of it and the model's (a neighbouring binade is legitimate); its non-finite elements are ignored.
+    ``order``: of K. The replay goes from its end where it is descending; of any order `apriori_bound` is returned.
     Returns float64 ``[T, G, R]``. Raises ``NotApplicable`` for NaN codes, unusable scales, overflow, K off the
     granularity, no output; ``ValueError``/``TypeError`` for bad arguments.
     """
     arch, to_bf16 = get_arch(arch), _rounds(output)
+    if _any_order(order):
+        return apriori_bound(arch, a_codes, a_scales, w_codes, w_scales, output=output, gran_k=gran_k, order=order)
     operands = gemm_operands(arch, a_codes, a_scales, w_codes, w_scales, gran_k)
+    operands = operands.backwards() if order == "descending" else operands
     run = running_bound(arch, operands, fused=fused, threads=threads)
     over = ~(np.abs(run.result) < (BF16_OVERFLOW if to_bf16 else np.inf))
     refuse_where(over, "z", run.result, "(of the model) overflows: no bound holds")
@@ -141,6 +148,7 @@ def apriori_bound(
     kappa: int | None = None,
     output: Output = "bf16",
     gran_k: int | None = None,
+    order: Order = "ascending",
 ) -> torch.Tensor:
     """Bound on ``|z^ - z|`` from magnitudes alone, without a replay: valid for any order inside a step.
 
@@ -152,18 +160,27 @@ def apriori_bound(
     (k+1)*2^(-126-F)`` covers FP32-subnormal accumulators (scales inside). Promotion as in ``grouped_gemm_bound`` with
     ``|final| <= (1+u)^blocks * sum of the blocks so far``; the half-ulp is that of ``|z| + B``.
 
+    ``order``: of K. Of any order, each product is charged J times and each block once per block, as if it came first.
     ``kappa``: 1, 8 or 64; default, per output, what the codes need. Arguments and errors as ``grouped_gemm_bound``;
     a ``kappa`` too small for the codes raises ``NotApplicable``.
     """
     arch, to_bf16 = get_arch(arch), _rounds(output)
+    any_order = _any_order(order)
     operands = gemm_operands(arch, a_codes, a_scales, w_codes, w_scales, gran_k)
+    operands = operands.backwards() if order == "descending" else operands
     bound = np.empty(operands.shape)
     for group in range(operands.shape[1]):
-        exact, arithmetic, magnitude = apriori_group(arch, operands, group, kappa)
+        exact, arithmetic, magnitude = apriori_group(arch, operands, group, kappa, any_order)
         refuse_where(~(magnitude + arithmetic < BF16_OVERFLOW), f"A of group {group}", magnitude, "may overflow")
         error = arithmetic + gamma(operands.depth, U64) * magnitude
         bound[:, group] = error + (_half_ulp(np.abs(exact) + error * F64_SLACK) if to_bf16 else 0.0)
     return torch.as_tensor(bound * F64_SLACK)
+
+
+def _any_order(order: str) -> bool:
+    if order not in ORDERS:
+        raise ValueError(f"order={order!r} must be one of {ORDERS}")
+    return order == "any"
 
 
 def _rounds(output: str) -> bool:

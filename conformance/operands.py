@@ -5,7 +5,7 @@ Everything that lies outside the hypothesis of a bound is found here, before any
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -100,6 +100,10 @@ class GemmOperands:
     def depth(self) -> int:
         """K."""
         return self.a_codes.shape[2]
+
+    def backwards(self) -> GemmOperands:
+        """The same with K from its end."""
+        return GemmOperands(*(np.ascontiguousarray(getattr(self, f.name)[..., ::-1]) for f in fields(self)))
 
     def activation_block(self, group: int, tokens: slice) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Codes, exponents and scales of some tokens of one group, contiguous."""

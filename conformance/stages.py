@@ -73,7 +73,8 @@ class Bench:
         self.device = torch.device(getattr(implementation, "device", CPU))
         self.inputs = inputs or build(case)
         self.on_device = self.inputs.to(self.device)
-        self.truth = Truth(self.inputs, getattr(implementation, "o_known", "exact"))
+        known, order = getattr(implementation, "o_known", "exact"), getattr(implementation, "k_order", None)
+        self.truth = Truth(self.inputs, known, order)
 
     def stages(self) -> Iterator[tuple[str, _Figures]]:
         x, results = self.quantize()

@@ -7,7 +7,7 @@ term added; tolerances themselves are `bounds`' alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache, cached_property
 from typing import Any, TypeVar
 
@@ -24,7 +24,8 @@ from reference import dequantize, grouped_wo_a, inverse_rope, ue8m0_to_float64, 
 T = TypeVar("T")
 U = TypeVar("U")
 Pair = tuple[torch.Tensor, torch.Tensor]
-O_KNOWN = ("exact", "half-ulp")  # o is what was quantised, or an FP32 accumulator's rounding to BF16
+# o is what was rotated and quantised, or an FP32 accumulator's rounding to BF16; or the rotation was rounded to BF16.
+O_KNOWN = ("exact", "half-ulp", "rounded")
 WO_B_GROUP = 128  # K elements per scale of wo_b's activations
 
 
@@ -45,13 +46,17 @@ def dequantized(weight: LinearWeight) -> torch.Tensor:
 class Truth:
     """Float64 values, bounds and model bits of one Case. ``x`` is an activation as some implementation emitted it.
 
-    ``o_known``: ``half-ulp`` where the implementation quantises an accumulator of which o is the rounding to BF16.
+    ``o_known``: ``half-ulp`` where the implementation quantises an accumulator of which o is the rounding to BF16,
+    ``rounded`` where it rounds to BF16 what it quantises. ``k_order``: the order in which wo_a and wo_b sum K, where it
+    is not ascending, as ``{"wo_a": "descending"}``; ``any`` has the bound of every order, which is much wider.
     """
 
-    def __init__(self, inputs: Inputs, o_known: str = "exact") -> None:
+    def __init__(self, inputs: Inputs, o_known: str = "exact", k_order: Mapping[str, str] | None = None) -> None:
         if o_known not in O_KNOWN:
             raise ValueError(f"o_known={o_known!r} must be one of {O_KNOWN}")
-        self.inputs, self.o_known = inputs, o_known
+        self.inputs, self.o_known, self.k_order = inputs, o_known, dict(k_order or {})
+        if not set(self.k_order) <= {"wo_a", "wo_b"} or not set(self.k_order.values()) <= set(bounds.ORDERS):
+            raise ValueError(f"k_order={self.k_order!r} must give wo_a or wo_b one of {bounds.ORDERS}")
         self.config = inputs.config
         self.arch = get_arch(inputs.case.arch)
         self.model = model_of(self.arch.name)
@@ -112,7 +117,7 @@ class Truth:
         if self.fp8 and self.o_known == "half-ulp":
             return bounds.hidden_rotation_bound(self.inputs.o, rows[..., :half], rows[..., half:]).view(self.x.shape)
         variant: Any = self.inputs.case.variant
-        output: Any = "fp32" if self.fp8 else "bf16"
+        output: Any = "fp32" if self.fp8 and self.o_known != "rounded" else "bf16"
         bound = bounds.inverse_rope_bound(self.inputs.o, rows[..., :half], rows[..., half:], variant, output=output)
         return bound.view(self.x.shape)
 
@@ -143,7 +148,10 @@ class Truth:
                 x.data.transpose(0, 1), weight.view(self.wo_a.shape), result=z.transpose(0, 1)
             )
             return product.transpose(0, 1)
-        return bounds.grouped_gemm_bound(self.arch, x.data, x.scale, weight, scale, z_hat=z, gran_k=self.block)
+        order: Any = self.k_order.get("wo_a", "ascending")
+        return bounds.grouped_gemm_bound(
+            self.arch, x.data, x.scale, weight, scale, z_hat=z, gran_k=self.block, order=order
+        )
 
     def z_format_bound(self, x: QuantizedActivation, z: torch.Tensor) -> torch.Tensor:
         """Bound on ``z - self.z``: what quantising x may move, through abs(wo_a), and ``z_bound``."""
@@ -171,9 +179,12 @@ class Truth:
 
     def y_bound(self, codes: Pair, y: torch.Tensor) -> torch.Tensor:
         """Bound on ``y - y_consumed(codes)``."""
-        return self._once(
-            "y", codes[0], y, lambda _, y: bounds.gemm_bound(self.arch, *codes, *self._wo_b, z_hat=y, gran_k=WO_B_GROUP)
-        )
+        order: Any = self.k_order.get("wo_b", "ascending")
+
+        def bound(_: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return bounds.gemm_bound(self.arch, *codes, *self._wo_b, z_hat=y, gran_k=WO_B_GROUP, order=order)
+
+        return self._once("y", codes[0], y, bound)
 
     def y_format_bound(
         self, z: torch.Tensor, z_bound: torch.Tensor, codes: Pair, y_bound: torch.Tensor

@@ -74,9 +74,10 @@ class Quantizing(Faulty):
             return QuantizedActivation(values.copy_(y.bfloat16()), torch.empty(0))
         y = self.between(y)
         blocks = y.unflatten(-1, (-1, config.quant_group_size(self.arch)))
-        amax = blocks.abs().amax(-1).clamp(min=self.floor)
+        nan = torch.isnan(blocks)  # ignored by the maximum, and clamped, as the served kernel has it
+        amax = blocks.masked_fill(nan, 0.0).abs().amax(-1).clamp(min=self.floor)
         scale = self.scale(amax)
-        codes = self.cast(blocks / scale[..., None])
+        codes = self.cast((blocks / scale[..., None]).masked_fill(nan, E4M3_MAX))
         return self.lay_out(codes.flatten(-2), self.stored(scale, amax), config)
 
     def table_rows(self, positions: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
