@@ -47,8 +47,9 @@ PROFILES: dict[str, Profile] = {
     for profile in (
         Profile("ci", 500, 24_000_000, 33),
         Profile("nightly", 20_000, 24_000_000, 129),
-        # Hardware has the one rotation arithmetic that it was compiled with.
-        Profile("gpu", 2_000, 1_000_000_000, 257, real_widths=True, fixed=(("variant", "fma_cos"),)),
+        # Hardware has the one rotation arithmetic that it was compiled with. Each pair of widths is a kernel that DeepGEMM
+        # compiles, so there are few of them, the real ones among them; the budget is what the model takes on a CPU.
+        Profile("gpu", 2_000, 150_000_000, 257, real_widths=True, fixed=(("variant", "fma_cos"),)),
     )
 }
 
@@ -78,7 +79,9 @@ def cases(
     local = draw(st.sampled_from([n for n in (1, 2, 3, 4) if n * tp_size <= preset.n_groups]), label="local groups")
     groups = fixed.get("n_groups", local * tp_size)
     served = preset.fp8_wo_a(row)
-    wo_a_dtype = field("wo_a_dtype", st.sampled_from(WO_A_DTYPES if served else WO_A_DTYPES[1:]))
+    # FP8 is what most checks are about.
+    dtypes = (*WO_A_DTYPES[:1] * 3, *WO_A_DTYPES[1:]) if served else WO_A_DTYPES[1:]
+    wo_a_dtype = field("wo_a_dtype", st.sampled_from(dtypes))
     ranks = [n for n in _RANKS if not row.tma_aligned_scales or groups // tp_size * n % PACKED_K == 0]
     rank, hidden, tokens = _sizes(field, preset, groups // tp_size, ranks, max_macs, most_tokens, real_widths)
     heads = groups // tp_size * preset.heads_per_group
@@ -131,7 +134,7 @@ def _sizes(
     def fits(rank: int, hidden: int, tokens: int) -> bool:
         return tokens * local_groups * rank * (preset.group_k + hidden) <= max_macs
 
-    widest = (*_HIDDEN, preset.hidden_size) if real_widths else _HIDDEN
+    widest = (_HIDDEN[0], _HIDDEN[-1], preset.hidden_size) if real_widths else _HIDDEN
     rank = field("o_lora_rank", st.sampled_from([n for n in ranks if n == ranks[0] or fits(n, _HIDDEN[-1], 4)]))
     hidden = field("hidden_size", st.sampled_from([n for n in widest if n == widest[0] or fits(rank, n, 1)]))
     within = [n for n in TOKENS if n <= most_tokens and fits(rank, hidden, n)]
