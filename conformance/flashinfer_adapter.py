@@ -1,14 +1,15 @@
-"""FlashInfer's own functions as an implementation: its FP8 block products, and its rotary embedding where wo_a is BF16.
+"""FlashInfer's own functions as an implementation: rotation, block quantiser and FP8 block products.
 
 | stage | function (flashinfer-python 0.7.4) |
 |---|---|
-| ``quantize``, wo_a in BF16 | ``rope.apply_rope_with_cos_sin_cache``, pairs of neighbours, sines negated |
+| ``quantize``, rotation | ``rope.apply_rope_with_cos_sin_cache``, pairs of neighbours, sines negated; gives BF16 |
+| ``quantize``, codes and scales | ``quantization.per_token_group_quant_8bit`` with power-of-two scales; takes BF16 |
 | ``wo_a``, ``wo_b`` on SM90 | ``gemm.fp8_blockscale_gemm_sm90``, one call a group |
 | ``wo_a``, ``wo_b`` on SM100 to SM120 | ``gemm.gemm_fp8_nt_groupwise`` (CUTLASS), a call a group, 4 tokens at least |
 
-``quantize`` into FP8 is this project's own: FlashInfer rotates back and quantises inside attention only (RopeQuant,
-`oproj.rope_quant`), whose input is queries and a cache, not the attention output; its block quantiser takes BF16, so
-that rotated values would be rounded once more. The sum over ranks and wo_b's activation quantiser are ours too.
+Rotated values are so rounded to BF16 before they are quantised, which the class declares. FlashInfer's fused way,
+RopeQuant (`oproj.rope_quant`), is inside attention: its input is queries and a cache, not the attention output that a
+Case has. The sum over ranks and wo_b's activation quantiser are this project's.
 """
 
 from __future__ import annotations
@@ -23,7 +24,17 @@ import torch
 
 from conformance.case import CaseConfig
 from conformance.implementation import EngineImplementation
-from oproj.activation import QuantizedActivation, empty_values, ue8m0_to_float, unpack_ue8m0
+from oproj.activation import (
+    UE8M0_NAN,
+    QuantizedActivation,
+    empty_scales,
+    empty_values,
+    float_to_ue8m0,
+    pack_ue8m0,
+    scale_columns,
+    ue8m0_to_float,
+    unpack_ue8m0,
+)
 from oproj.arch import Arch, get_arch
 from oproj.engines import EngineUnavailable, Operand, Recipe
 from oproj.engines.deep_gemm import DeepGemmEngine
@@ -33,7 +44,8 @@ from oproj.engines.rope_checks import check_inv_rope
 PACKAGE = "flashinfer-python"
 BLOCK = 128
 _PADDED = 4  # tokens of CUTLASS' blockwise product come in fours
-HOPPER, BLACKWELL, ROPE = "fp8_blockscale_gemm_sm90", "gemm_fp8_nt_groupwise", "apply_rope_with_cos_sin_cache"
+HOPPER, BLACKWELL = "fp8_blockscale_gemm_sm90", "gemm_fp8_nt_groupwise"
+ROPE, QUANTIZE = "apply_rope_with_cos_sin_cache", "per_token_group_quant_8bit"
 # the arguments that are passed by name; a release that lacks one must not look like a bad call of ours
 _ARGUMENTS: dict[str, tuple[str, tuple[str, ...]]] = {
     HOPPER: ("flashinfer.gemm", ("input", "weight", "input_scale", "weight_scale")),
@@ -42,6 +54,10 @@ _ARGUMENTS: dict[str, tuple[str, tuple[str, ...]]] = {
         ("a", "b", "a_scale", "b_scale", "scale_major_mode", "scale_granularity_mnk", "out_dtype", "backend"),
     ),
     ROPE: ("flashinfer.rope", ("positions", "query", "key", "head_size", "cos_sin_cache", "is_neox")),
+    QUANTIZE: (
+        "flashinfer.quantization",
+        ("x", "group_size", "column_major_scales", "scale_tma_aligned", "scale_ue8m0", "backend"),
+    ),
 }
 
 
@@ -154,25 +170,53 @@ class FlashInferImplementation(EngineImplementation):
 
     # Another order of the sum for few tokens (SM90), scales outside the tensor core (Blackwell): bounds decide.
     bitwise = ()
+    o_known = "rounded"
+    amax_floor = 448e-10  # the quantiser floors the scale, at 1e-10
 
     def __init__(self, arch: Arch | str) -> None:
         row = get_arch(arch)
-        self._rope = find(ROPE)
+        self._rotate, self._quantize = find(ROPE), find(QUANTIZE)
         find(BLACKWELL if row.tma_aligned_scales else HOPPER)  # a package is sooner installed than a GPU
         super().__init__(FlashInferEngine(row, _device(row)))
 
     def quantize(
         self, o: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.Tensor, *, config: CaseConfig
     ) -> QuantizedActivation:
-        """The engine's where wo_a is FP8; where it is BF16, FlashInfer's rotation by minus the position."""
-        if config.fp8_wo_a(self.arch) or not len(o):
-            return super().quantize(o, positions, cos_sin_cache, config=config)
-        block, packed = config.quant_group_size(self.arch), self.arch.tma_aligned_scales
+        """FlashInfer's rotation by minus the position, then its block quantiser where wo_a is FP8."""
+        block, packed, fp8 = (
+            config.quant_group_size(self.arch),
+            self.arch.tma_aligned_scales,
+            config.fp8_wo_a(self.arch),
+        )
         sizes = (config.n_groups, config.heads_per_group, config.nope_dim, config.rope_dim)
-        check_inv_rope(o, positions, cos_sin_cache, *sizes, block, packed, False)
+        check_inv_rope(o, positions, cos_sin_cache, *sizes, block, packed, fp8)
+        x = self._turned(o, positions, cos_sin_cache, config) if len(o) else o
+        x = x.reshape(len(o), config.n_groups * config.group_k)
+        if not fp8:
+            return QuantizedActivation(_as_values(x, config), torch.empty(0, device=o.device))
+        if not len(o):
+            columns = scale_columns(config.group_k, block, packed)
+            scale = empty_scales(0, config.n_groups, columns, packed, o.device)
+            return QuantizedActivation(_as_values(x.to(torch.float8_e4m3fn), config), scale)
+        codes, scales = self._quantize(
+            x=x,
+            group_size=block,
+            column_major_scales=True,
+            scale_tma_aligned=True,
+            scale_ue8m0=True,
+            backend="cuda" if block == BLOCK else "cutile",  # the CUDA kernel has blocks of 128 alone
+        )
+        words = scales.reshape(len(o), config.n_groups, -1)
+        words = _packed(words) if packed else words
+        home = empty_scales(len(o), config.n_groups, words.shape[2], packed, o.device)
+        return QuantizedActivation(_as_values(codes, config), home.copy_(words))
+
+    def _turned(
+        self, o: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.Tensor, config: CaseConfig
+    ) -> torch.Tensor:
         cos, sin = cos_sin_cache.chunk(2, dim=-1)
         tail = o[..., config.nope_dim :].reshape(len(o), -1)
-        turned, _ = self._rope(
+        turned, _ = self._rotate(
             positions=positions.contiguous(),
             query=tail,
             key=tail.new_zeros(len(o), config.rope_dim),  # the function rotates keys beside the queries
@@ -180,10 +224,20 @@ class FlashInferImplementation(EngineImplementation):
             cos_sin_cache=torch.cat((cos, -sin), dim=-1),
             is_neox=False,
         )
-        rotated = torch.cat((o[..., : config.nope_dim], turned.view(*o.shape[:2], -1)), dim=-1)
-        values = empty_values(len(o), config.n_groups, config.group_k, o.dtype, o.device)
-        values.copy_(rotated.view(len(o), config.n_groups, -1))
-        return QuantizedActivation(values, torch.empty(0, device=o.device))
+        return torch.cat((o[..., : config.nope_dim], turned.view(*o.shape[:2], -1)), dim=-1)
+
+
+def _packed(scales: torch.Tensor) -> torch.Tensor:
+    """Packed UE8M0 words of powers of two; Inf, which a block with an Inf has, is byte 255 as in the served kernel."""
+    finite = scales.isfinite()
+    exponents = float_to_ue8m0(torch.where(finite, scales, torch.ones_like(scales)))
+    return pack_ue8m0(torch.where(finite, exponents, torch.full_like(exponents, UE8M0_NAN)))
+
+
+def _as_values(x: torch.Tensor, config: CaseConfig) -> torch.Tensor:
+    """``x`` ``[T, G*K]`` in the layout of the values, ``[T, G, K]``."""
+    values = empty_values(len(x), config.n_groups, config.group_k, x.dtype, x.device)
+    return values.copy_(x.view(len(x), config.n_groups, config.group_k))
 
 
 def _device(row: Arch) -> torch.device:
