@@ -14,7 +14,7 @@ from conformance.case import Case
 from conformance.isolation import CASE_TIMEOUT
 from conformance.judge import FAIL
 from conformance.options import Judged, target_of
-from conformance.runner import Row, Run, Target, run_cases
+from conformance.runner import Row, Run, Target, run_case, run_cases
 from conformance.terminal import guarded, say, verdict_code
 from oproj.engines import ENGINES, EngineUnavailable
 from reports.schema import from_rows
@@ -37,6 +37,9 @@ def replay(
     case_timeout: Annotated[
         float, typer.Option(help="Seconds after which a Case in a process of its own has failed.")
     ] = CASE_TIMEOUT,
+    here: Annotated[
+        bool, typer.Option("--here", help="An implementation of yours in this very process too, for a debugger.")
+    ] = False,
     against: Annotated[
         str, typer.Option(help="Judge nothing: find where --implementation or --engine and this other one part.")
     ] = "",
@@ -56,7 +59,7 @@ def replay(
 
     def judged() -> list[Row]:
         try:
-            return _judged(found, target, case_timeout)
+            return run_case(found, target, Run.now()) if here else _judged(found, target, case_timeout)
         except EngineUnavailable as error:
             if source is None or engine or implementation:
                 raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,14 @@ def test_a_crash_and_a_hang_are_failed_rows(tmp_path: Path) -> None:
         result = oproj("replay", SMALL.to_json(), "--implementation", spec, "--case-timeout", "9")
         assert result.exit_code == 1, text(result)
         assert says in text(result) and "wo_b bits: fail" in text(result)
+
+
+def test_a_debugger_gets_the_code_in_its_own_process(tmp_path: Path) -> None:
+    path = tmp_path / "pid"
+    spec = mine(tmp_path, f"open({str(path)!r}, 'w').write(str(os.getpid()))")
+    for more in ([], ["--here"]):
+        assert oproj("replay", SMALL.to_json(), "--implementation", spec, *more).exit_code == 0
+        assert (int(path.read_text()) == os.getpid()) == bool(more)
 
 
 def test_of_several_the_one_that_failed_is_replayed(tmp_path: Path, made: list[dict[str, Any]]) -> None:
