@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from conformance.compare import Comparison, compare_bits, merge
+from conformance.compare import Comparison, merge, same_bits
 from oproj.activation import QuantizedActivation, unpack_ue8m0
 from oproj.engines.software.quantizer_table import VLLM_FUSED
 
@@ -69,9 +69,9 @@ def some_token(bench: Any) -> int:
 
 def compare_activations(got: QuantizedActivation, want: QuantizedActivation) -> Comparison:
     """Codes and scales, bit for bit."""
-    parts = [compare_bits(got.data, want.data, "codes")]
+    parts = [same_bits(got.data, want.data, "codes")]
     if want.scale.numel():
-        parts.append(compare_bits(plain_scales(got.scale), plain_scales(want.scale), "scales"))
+        parts.append(same_bits(plain_scales(got.scale), plain_scales(want.scale), "scales"))
     return merge(parts)
 
 
@@ -167,8 +167,8 @@ def quantize_doubled(bench: Any, x: QuantizedActivation) -> Comparison | None:
     lanes = inside.repeat_interleave(blocks, -1)
     return merge(
         [
-            compare_bits(got.data.view(torch.uint8)[lanes], codes[lanes], "codes of 2 * o"),
-            compare_bits((doubled[inside] - 1).float(), exponents[inside].float(), "exponents of 2 * o"),
+            same_bits(got.data.view(torch.uint8)[lanes], codes[lanes], "codes of 2 * o"),
+            same_bits((doubled[inside] - 1).float(), exponents[inside].float(), "exponents of 2 * o"),
         ]
     )
 
@@ -183,14 +183,14 @@ def quantize_zeros(bench: Any, x: QuantizedActivation) -> Comparison:
     """o of zeros: zero codes, and one finite positive scale for every block: 0/0, and memory left unwritten."""
     got = quantized(bench, torch.zeros_like(bench.on_device.o))
     codes = got.data.view(torch.uint8) & 0x7F if got.data.element_size() == 1 else got.data.abs()
-    parts = [compare_bits(codes, torch.zeros_like(codes), "codes of zeros")]
+    parts = [same_bits(codes, torch.zeros_like(codes), "codes of zeros")]
     if got.scale.numel():
         scales = plain_scales(got.scale)
         floor = scales.flatten()[:1].expand_as(scales).contiguous()
         unusable = (floor == 255) if floor.dtype == torch.uint8 else ~(torch.isfinite(floor) & (floor > 0))
         if bool(unusable.any()):
             return Comparison(problem=f"a block of zeros has the scale {scales.flatten()[0].item()}")
-        parts.append(compare_bits(scales, floor, "scales of zeros"))
+        parts.append(same_bits(scales, floor, "scales of zeros"))
     return merge(parts)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from conformance.case import Case
-from conformance.compare import Comparison, compare_bits
+from conformance.compare import Comparison, same_bits
 from conformance.inputs import LinearWeight, Weights, build_wo_a, move
 from conformance.properties import Property, called, filled_memory, like, some_token
 from conformance.streams import Stream
@@ -42,7 +42,7 @@ def wo_a_again(bench: Any, given: tuple[QuantizedActivation, torch.Tensor]) -> C
     x, z = given
     order = torch.arange(2 * len(z)) % len(z)
     _wo_a(bench, _x(x, order.flip(0)))
-    return compare_bits(_wo_a(bench, x), z, "z")
+    return same_bits(_wo_a(bench, x), z, "z")
 
 
 def wo_a_solo(bench: Any, given: tuple[QuantizedActivation, torch.Tensor]) -> Comparison | None:
@@ -51,7 +51,7 @@ def wo_a_solo(bench: Any, given: tuple[QuantizedActivation, torch.Tensor]) -> Co
     if not bench.truth.fp8:
         return None
     at = some_token(bench)
-    return compare_bits(_wo_a(bench, _x(x, slice(at, at + 1))), z[at : at + 1], "z")
+    return same_bits(_wo_a(bench, _x(x, slice(at, at + 1))), z[at : at + 1], "z")
 
 
 def wo_a_reversed(bench: Any, given: tuple[QuantizedActivation, torch.Tensor]) -> Comparison | None:
@@ -60,7 +60,7 @@ def wo_a_reversed(bench: Any, given: tuple[QuantizedActivation, torch.Tensor]) -
     if not bench.truth.fp8 or len(z) < 2:
         return None
     backwards = torch.arange(len(z) - 1, -1, -1)
-    return compare_bits(_wo_a(bench, _x(x, backwards))[backwards], z, "z")
+    return same_bits(_wo_a(bench, _x(x, backwards))[backwards], z, "z")
 
 
 def wo_a_groups_rolled(bench: Any, given: tuple[QuantizedActivation, torch.Tensor]) -> Comparison | None:
@@ -74,7 +74,7 @@ def wo_a_groups_rolled(bench: Any, given: tuple[QuantizedActivation, torch.Tenso
     moved = QuantizedActivation(data, as_scales(x.scale[:, order]))
     weights = bench.on_device.weights
     got = _wo_a(bench, moved, dataclasses.replace(weights, wo_a=_picked(weights.wo_a, order)))
-    return compare_bits(got[:, (torch.arange(groups) + 1) % groups], z, "z")
+    return same_bits(got[:, (torch.arange(groups) + 1) % groups], z, "z")
 
 
 def as_scales(values: torch.Tensor) -> torch.Tensor:
@@ -105,7 +105,7 @@ def wo_a_poisoned(bench: Any, given: tuple[QuantizedActivation, torch.Tensor]) -
     loud = bench.with_slots(QuantizedActivation(x.data, as_scales(x.scale)))
     whole = loud.scale.as_strided((rows, *loud.scale.shape[1:]), loud.scale.stride())
     whole[len(z) :] = 0x7B7B7B7B if loud.scale.dtype == torch.int32 else 2.0**90
-    return compare_bits(called(bench, "wo_a", x=loud, weights=bench.on_device.weights), z, "z")
+    return same_bits(called(bench, "wo_a", x=loud, weights=bench.on_device.weights), z, "z")
 
 
 def wo_a_doubled(bench: Any, given: tuple[QuantizedActivation, torch.Tensor]) -> Comparison | None:
@@ -118,7 +118,7 @@ def wo_a_doubled(bench: Any, given: tuple[QuantizedActivation, torch.Tensor]) ->
     got = _wo_a(bench, QuantizedActivation(x.data, scale))
     size = z.float().abs()
     inside = (size > _SMALLEST_SCALED) & (size < 2.0**100)
-    return compare_bits(got[inside], (z * 2)[inside], "z of doubled scales")
+    return same_bits(got[inside], (z * 2)[inside], "z of doubled scales")
 
 
 def wo_a_negated(bench: Any, given: tuple[QuantizedActivation, torch.Tensor]) -> Comparison | None:
@@ -129,7 +129,7 @@ def wo_a_negated(bench: Any, given: tuple[QuantizedActivation, torch.Tensor]) ->
     codes = like(x.data.view(torch.uint8) ^ 0x80, x.data).view(x.data.dtype)
     got = _wo_a(bench, QuantizedActivation(codes, x.scale))
     live = z != 0
-    return compare_bits(torch.where(live, got, got.abs()), torch.where(live, -z, z.abs()), "z of -x")
+    return same_bits(torch.where(live, got, got.abs()), torch.where(live, -z, z.abs()), "z of -x")
 
 
 def wo_a_zeros(bench: Any, given: tuple[QuantizedActivation, torch.Tensor]) -> Comparison:
@@ -139,7 +139,7 @@ def wo_a_zeros(bench: Any, given: tuple[QuantizedActivation, torch.Tensor]) -> C
     nothing = empty_values(tokens, groups, k, x.data.dtype)
     nothing.view(torch.uint8).zero_()
     got = _wo_a(bench, QuantizedActivation(nothing, x.scale))
-    return compare_bits(got.abs(), torch.zeros_like(z), "z of zeros")
+    return same_bits(got.abs(), torch.zeros_like(z), "z of zeros")
 
 
 def wo_a_written(bench: Any, given: tuple[QuantizedActivation, torch.Tensor]) -> Comparison:
@@ -147,7 +147,7 @@ def wo_a_written(bench: Any, given: tuple[QuantizedActivation, torch.Tensor]) ->
     x, z = given
     with filled_memory():
         got = _wo_a(bench, x)
-    return compare_bits(got, z, "z")
+    return same_bits(got, z, "z")
 
 
 def wo_a_any_tp(bench: Any, given: tuple[QuantizedActivation, torch.Tensor]) -> Comparison | None:
@@ -167,7 +167,7 @@ def wo_a_any_tp(bench: Any, given: tuple[QuantizedActivation, torch.Tensor]) -> 
     weights = dataclasses.replace(bench.on_device.weights, wo_a=build_wo_a(whole).to(bench.device))
     on_device = QuantizedActivation(move(data, bench.device), move(scale, bench.device))
     got = called(bench, "wo_a", config=whole.config, x=on_device, weights=weights)
-    return compare_bits(got[:, mine], z, "z of the unsharded layer")
+    return same_bits(got[:, mine], z, "z of the unsharded layer")
 
 
 def _wo_b(bench: Any, z: torch.Tensor, weights: Weights | None = None) -> torch.Tensor:
@@ -179,20 +179,20 @@ def wo_b_again(bench: Any, given: tuple[torch.Tensor, torch.Tensor]) -> Comparis
     """The same call after another one with other and more tokens: stale operands."""
     z, y = given
     _wo_b(bench, torch.cat([z.flip(0), z * 2]))
-    return compare_bits(_wo_b(bench, z), y, "y")
+    return same_bits(_wo_b(bench, z), y, "y")
 
 
 def wo_b_solo(bench: Any, given: tuple[torch.Tensor, torch.Tensor]) -> Comparison:
     """One token alone: another K order, tile or kernel for few tokens."""
     z, y = given
     at = some_token(bench)
-    return compare_bits(_wo_b(bench, z[at : at + 1]), y[at : at + 1], "y")
+    return same_bits(_wo_b(bench, z[at : at + 1]), y[at : at + 1], "y")
 
 
 def wo_b_reversed(bench: Any, given: tuple[torch.Tensor, torch.Tensor]) -> Comparison | None:
     """Tokens in reverse order: one token's scales used for another."""
     z, y = given
-    return compare_bits(_wo_b(bench, z.flip(0)).flip(0), y, "y") if len(z) > 1 else None
+    return same_bits(_wo_b(bench, z.flip(0)).flip(0), y, "y") if len(z) > 1 else None
 
 
 def wo_b_rows_rolled(bench: Any, given: tuple[torch.Tensor, torch.Tensor]) -> Comparison | None:
@@ -204,13 +204,13 @@ def wo_b_rows_rolled(bench: Any, given: tuple[torch.Tensor, torch.Tensor]) -> Co
     order = torch.arange(-128, hidden - 128) % hidden
     weights = bench.on_device.weights
     got = _wo_b(bench, z, dataclasses.replace(weights, wo_b=_picked(weights.wo_b, order)))
-    return compare_bits(got.roll(-128, 1), y, "y")
+    return same_bits(got.roll(-128, 1), y, "y")
 
 
 def wo_b_zeros(bench: Any, given: tuple[torch.Tensor, torch.Tensor]) -> Comparison:
     """z of zeros gives zeros: 0/0 in the quantiser, an accumulator that is not cleared."""
     z, y = given
-    return compare_bits(_wo_b(bench, torch.zeros_like(z)).abs(), torch.zeros_like(y), "y of zeros")
+    return same_bits(_wo_b(bench, torch.zeros_like(z)).abs(), torch.zeros_like(y), "y of zeros")
 
 
 def wo_b_written(bench: Any, given: tuple[torch.Tensor, torch.Tensor]) -> Comparison:
@@ -218,7 +218,7 @@ def wo_b_written(bench: Any, given: tuple[torch.Tensor, torch.Tensor]) -> Compar
     z, y = given
     with filled_memory():
         got = _wo_b(bench, z)
-    return compare_bits(got, y, "y")
+    return same_bits(got, y, "y")
 
 
 def partials_of(case: Case) -> list[torch.Tensor]:
@@ -238,21 +238,21 @@ def reduce_again(bench: Any, y: torch.Tensor) -> Comparison:
     """The same call after one on other partials: a sum that is not cleared."""
     partials = partials_of(bench.case)
     _reduce(bench, [-2 * partial for partial in partials])
-    return compare_bits(_reduce(bench, partials), y, "y")
+    return same_bits(_reduce(bench, partials), y, "y")
 
 
 def reduce_one(bench: Any, y: torch.Tensor) -> Comparison:
     """Partials of zeros but for the last rank's: that one comes out as it is; a rank left out or taken twice."""
     partials = [torch.zeros_like(y) for _ in range(bench.case.tp_size)]
     partials[-1] = torch.where(y == 0, torch.ones_like(y), -y)  # not y, which a stale sum would give back
-    return compare_bits(_reduce(bench, partials), partials[-1], "the one partial")
+    return same_bits(_reduce(bench, partials), partials[-1], "the one partial")
 
 
 def reduce_written(bench: Any, y: torch.Tensor) -> Comparison:
     """The same call where fresh memory is not zero: elements of y that are never written."""
     with filled_memory():
         got = _reduce(bench, partials_of(bench.case))
-    return compare_bits(got, y, "y")
+    return same_bits(got, y, "y")
 
 
 def _chain(bench: Any, index: Any = slice(None), o: torch.Tensor | None = None) -> torch.Tensor:
@@ -275,19 +275,19 @@ def _backwards(bench: Any) -> torch.Tensor:
 def o_proj_again(bench: Any, y: torch.Tensor) -> Comparison:
     """The same call after one with other positions and data: state kept between calls."""
     _chain(bench, _backwards(bench))
-    return compare_bits(_chain(bench), y, "y")
+    return same_bits(_chain(bench), y, "y")
 
 
 def o_proj_reversed(bench: Any, y: torch.Tensor) -> Comparison | None:
     """Tokens in reverse order, as many as before: a replayed graph that keeps the positions or data of its capture."""
     if not bench.truth.fp8 or len(y) < 2:
         return None
-    return compare_bits(_chain(bench, _backwards(bench)).flip(0), y, "y")
+    return same_bits(_chain(bench, _backwards(bench)).flip(0), y, "y")
 
 
 def o_proj_zeros(bench: Any, y: torch.Tensor) -> Comparison:
     """o of zeros gives zeros: a result that is kept from an earlier call, also of a single token."""
-    return compare_bits(_chain(bench, o=torch.zeros_like(bench.on_device.o)).abs(), torch.zeros_like(y), "y of zeros")
+    return same_bits(_chain(bench, o=torch.zeros_like(bench.on_device.o)).abs(), torch.zeros_like(y), "y of zeros")
 
 
 def o_proj_solo(bench: Any, y: torch.Tensor) -> Comparison | None:
@@ -295,14 +295,14 @@ def o_proj_solo(bench: Any, y: torch.Tensor) -> Comparison | None:
     if not bench.truth.fp8:
         return None
     at = some_token(bench)
-    return compare_bits(_chain(bench, slice(at, at + 1)), y[at : at + 1], "y")
+    return same_bits(_chain(bench, slice(at, at + 1)), y[at : at + 1], "y")
 
 
 def o_proj_written(bench: Any, y: torch.Tensor) -> Comparison:
     """The same call where fresh memory is not zero: elements of y, or of a buffer on the way, never written."""
     with filled_memory():
         got = _chain(bench)
-    return compare_bits(got, y, "y")
+    return same_bits(got, y, "y")
 
 
 WO_A: dict[str, Property] = {

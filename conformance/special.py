@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 
-from conformance.compare import Comparison, compare_bits, merge
+from conformance.compare import Comparison, merge, same_bits
 from conformance.inputs import LinearWeight
 from conformance.properties import Property, called, like, plain_scales, quantized
 from conformance.properties_products import as_scales, partials_of
@@ -100,7 +100,7 @@ def special_quantize(bench: Any, x: QuantizedActivation, special: Special | None
     parts = [codes, _scales_outside(got.scale, want.scale, own.unflatten(-1, (-1, block)).all(-1))]
     if special.kind == "nan":
         code = got.data.view(torch.uint8)[token, group, k : k + 1] & 0x7F
-        parts.append(compare_bits(code, torch.full_like(code, _NAN_CODE if kept else _LARGEST), "the NaN's code"))
+        parts.append(same_bits(code, torch.full_like(code, _NAN_CODE if kept else _LARGEST), "the NaN's code"))
     return merge(parts)
 
 
@@ -128,7 +128,7 @@ def special_wo_a(
         token, group, k = special.place(*x.data.shape)
         want[token, group] = math.nan
         x = _spoilt_scale(x, token, group, k) if special.kind == "nan scale" else _spoilt_code(x, token, group, k)
-    return compare_bits(called(bench, "wo_a", x=bench.with_slots(x), weights=weights), want, f"z with a {special.kind}")
+    return same_bits(called(bench, "wo_a", x=bench.with_slots(x), weights=weights), want, f"z with a {special.kind}")
 
 
 def special_wo_b(bench: Any, given: tuple[torch.Tensor, torch.Tensor], special: Special | None = None) -> Comparison:
@@ -140,7 +140,7 @@ def special_wo_b(bench: Any, given: tuple[torch.Tensor, torch.Tensor], special: 
         row, k = special.place(*weights.wo_b.weight.shape)
         want[:, row] = math.nan
         weights = dataclasses.replace(weights, wo_b=_spoilt(weights.wo_b, (row, k)))
-        return compare_bits(called(bench, "wo_b", z=z.to(bench.device), weights=weights), want, "y with a NaN weight")
+        return same_bits(called(bench, "wo_b", z=z.to(bench.device), weights=weights), want, "y with a NaN weight")
     at = special.place(*z.shape)
     got = called(bench, "wo_b", z=_with(z, at, math.nan).to(bench.device), weights=weights)
     return _other_tokens(got, y, at[0])
@@ -157,7 +157,7 @@ def special_reduce(bench: Any, y: torch.Tensor, special: Special | None = None) 
         partials[(rank + 1) % len(partials)][token, column] = -math.inf
     want[token, column] = math.inf if special.kind == "inf" else math.nan
     got = called(bench, "reduce", partials=[partial.to(bench.device) for partial in partials])
-    return compare_bits(got, want, f"y with {special.kind}")
+    return same_bits(got, want, f"y with {special.kind}")
 
 
 def special_o_proj(bench: Any, y: torch.Tensor, special: Special | None = None) -> Comparison:
@@ -212,7 +212,7 @@ def _spoilt(weight: LinearWeight, place: tuple[int, ...]) -> LinearWeight:
 
 def _outside(got: torch.Tensor, want: torch.Tensor, own: torch.Tensor, name: str) -> Comparison:
     """What differs where ``own`` does not hold."""
-    return compare_bits(torch.where(own, want, got), want, name)
+    return same_bits(torch.where(own, want, got), want, name)
 
 
 def _scales_outside(got: torch.Tensor, want: torch.Tensor, own: torch.Tensor) -> Comparison:
@@ -220,7 +220,7 @@ def _scales_outside(got: torch.Tensor, want: torch.Tensor, own: torch.Tensor) ->
 
 
 def _is(got: torch.Tensor, value: float, name: str) -> Comparison:
-    return compare_bits(got, torch.full_like(got, value), name)
+    return same_bits(got, torch.full_like(got, value), name)
 
 
 def _other_tokens(got: torch.Tensor, want: torch.Tensor, token: int) -> Comparison:
