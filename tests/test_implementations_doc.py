@@ -66,6 +66,18 @@ def test_without_its_fault_the_example_passes(tmp_path: Path, arch: str, preset:
         assert wrong == []
 
 
+@pytest.mark.parametrize("declared", [True, False])
+def test_the_rounding_passes_where_it_is_declared(tmp_path: Path, declared: bool) -> None:
+    path = tmp_path / f"declared_{declared}.py"
+    line = '    nan_policy = "kept"'
+    assert line in EXAMPLE
+    path.write_text(EXAMPLE.replace(line, f'    o_known = "rounded"\n{line}') if declared else EXAMPLE)
+    mine = implementation_of(Target(implementation=f"{path}:MyKernel"), "sm90")
+    case = Case("sm90", "v4-flash", 5, n_groups=1, o_lora_rank=256, hidden_size=128, position_family="small")
+    wrong = {(r.stage, r.oracle) for r in run_stages(case, mine) if r.verdict.status == "fail"}
+    assert wrong == (set() if declared else {("quantize", "attainable")})
+
+
 def test_the_example_has_about_thirty_lines() -> None:
     assert len([line for line in EXAMPLE.splitlines() if line.strip()]) <= 32
 
