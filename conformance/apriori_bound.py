@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from conformance.operands import E4M3_SUBNORMAL, GemmOperands, refuse_where
+from conformance.operands import E4M3_SUBNORMAL, GemmOperands, product, refuse_where
 from conformance.running_bound import HALF_MIN_F32, U32
 from oproj.arch import Arch
 
@@ -21,9 +21,10 @@ def apriori_group(
     size_a, size_w = np.abs(a), np.abs(w)
     per_step, promotion = _charges(arch, operands, any_order)
     constant = _kappa(operands, group, kappa) * mma.k * 2.0**-mma.frac_bits + 2.0**-mma.out_frac_bits
-    bound = constant * ((size_a * per_step) @ size_w) + (size_a * promotion) @ size_w
+    bound = constant * product(size_a * per_step, size_w) + product(size_a * promotion, size_w)
     tiny = 2.0 ** (-126 - mma.out_frac_bits) + (mma.k + 1) * 2.0 ** (-126 - mma.frac_bits)
-    return a @ w, bound + steps * (tiny if mma.scales_inside else HALF_MIN_F32), size_a @ size_w
+    smallest = steps * (tiny if mma.scales_inside else HALF_MIN_F32)
+    return product(a, w), bound + smallest, product(size_a, size_w)
 
 
 def _charges(arch: Arch, operands: GemmOperands, any_order: bool) -> tuple[np.ndarray, np.ndarray]:

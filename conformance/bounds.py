@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from conformance.apriori_bound import apriori_group
-from conformance.operands import NotApplicable, finite_float64, gemm_operands, refuse_where, to_float64
+from conformance.operands import NotApplicable, finite_float64, gemm_operands, product, refuse_where, to_float64
 from conformance.running_bound import U32, running_bound
 from oproj.arch import Arch, get_arch
 
@@ -201,11 +201,11 @@ def bf16_gemm_bound(a: Any, w: Any, *, result: Any = None) -> torch.Tensor:
     """
     a64, w64 = finite_float64(a, "a"), np.swapaxes(finite_float64(w, "w"), -1, -2)
     depth = a64.shape[-1]
-    magnitude = np.abs(a64) @ np.abs(w64)
+    magnitude = product(np.abs(a64), np.abs(w64))
     flushed = depth * 2.0**-126 * (2 + np.abs(a64).max(initial=0.0) + np.abs(w64).max(initial=0.0))
     error = (gamma(depth, 2.0**-23) + gamma(depth, U64)) * magnitude + flushed
     refuse_where(~(magnitude + error < BF16_OVERFLOW), "A", magnitude, "may overflow")
-    size = np.abs(a64 @ w64) + error * F64_SLACK
+    size = np.abs(product(a64, w64)) + error * F64_SLACK
     return torch.as_tensor((error + _half_ulp(_larger(size, result))) * F64_SLACK)
 
 
@@ -363,7 +363,7 @@ def format_bound_z(
         raise ValueError(f"gemm has shape {bound.shape}; expected {operands.shape}")
     for group in range(bound.shape[1]):
         step = quantize_bound(y64[:, group], operands.activation_scales(group), slacks[:, group]).numpy()
-        bound[:, group] += step @ np.abs(operands.weights(group)).T
+        bound[:, group] += product(step, np.abs(operands.weights(group)).T)
     return torch.as_tensor(bound * F64_SLACK)
 
 

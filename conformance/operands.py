@@ -76,6 +76,11 @@ def refuse_where(bad: np.ndarray, name: str, values: np.ndarray, why: str) -> No
     raise NotApplicable(f"{name}{list(index)} = {values[index]!s} {why} ({int(bad.sum())} of {bad.size} elements)")
 
 
+def product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """``a @ b`` in float64 on as many threads as PyTorch may use; NumPy's own would take every core in each process."""
+    return (torch.from_numpy(np.ascontiguousarray(a)) @ torch.from_numpy(np.ascontiguousarray(b))).numpy()
+
+
 @dataclass(frozen=True)
 class GemmOperands:
     """Codes ``[T, G, K]`` and ``[G, R, K]`` (uint8) with either kind of scales.

@@ -23,7 +23,7 @@ from oproj.engines.software.quantizer_table import VLLM_FUSED
 
 Property = Callable[[Any, Any], "Comparison | None"]
 ALL_BELOW = 80_000_000  # MACs of a Case up to which it runs every property; above, those of one or two calls
-_SHARED = 1 << 20  # bytes; tables and weights, which the stage's first call was seen not to write into
+_SHARED = 1 << 17  # bytes; tables and weights, which the stage's first call was seen not to write into
 _CODE_AT_A_LIMIT = (0x76, 0x7E)  # 224 and 448: here a log2 scale rule may treat another octave differently
 
 

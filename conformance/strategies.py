@@ -47,8 +47,8 @@ PROFILES: dict[str, Profile] = {
     for profile in (
         Profile("ci", 500, 24_000_000, 33),
         Profile("nightly", 20_000, 24_000_000, 129),
-        # Hardware has the one rotation arithmetic that it was compiled with. Each pair of widths is a kernel that DeepGEMM
-        # compiles, so there are few of them, the real ones among them; the budget is what the model takes on a CPU.
+        # Hardware has the one rotation arithmetic that it was compiled with. Each pair of widths is a kernel that
+        # DeepGEMM compiles, so there are few, the real ones among them; the budget is what the model takes on a CPU.
         Profile("gpu", 2_000, 150_000_000, 257, real_widths=True, fixed=(("variant", "fma_cos"),)),
     )
 }

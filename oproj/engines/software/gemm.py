@@ -47,9 +47,11 @@ def thread_count() -> int:
 
 
 def run_parallel(tasks: list[Callable[[], None]]) -> None:
-    """Run the tasks on the pool; the first error is raised after all have ended."""
-    if len(tasks) == 1:
-        return tasks[0]()
+    """Run the tasks on the pool, or here where there is one task or thread; the first error is raised at the end."""
+    if len(tasks) == 1 or thread_count() == 1:
+        for task in tasks:
+            task()
+        return
     futures = [thread_pool().submit(task) for task in tasks]
     wait(futures)
     for future in futures:
