@@ -28,7 +28,7 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> Generator[None
 
 def _names_the_suite(argument: str, is_module: bool) -> bool:
     name = argument.partition("::")[0]
-    if is_module and name.partition(".")[0] == PACKAGE and ".py" not in name:
+    if is_module and (name == PACKAGE or name.startswith(f"{PACKAGE}.")):
         return True
     try:
         path = Path(name).resolve()

@@ -13,6 +13,7 @@ import pytest
 from conformance.case import Case
 from conformance.judge import FAIL, NOT_APPLICABLE, PASS
 from conformance.pytest_cases import problem_of
+from oproj.pytest_entry import _names_the_suite
 from reports_rows import row
 
 if sys.version_info >= (3, 11):
@@ -81,6 +82,29 @@ def test_a_session_that_is_not_the_suites_gets_nothing_of_it(tmp_path: Path, ins
     done = run(tmp_path, installed, "-p", "no:hypothesispytest")
     assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout
     assert "--oproj-arch" not in run(tmp_path, installed, "--help").stdout
+
+
+@pytest.mark.parametrize(
+    ("argument", "is_module", "ours"),
+    [
+        ("conformance", True, True),
+        ("conformance.pytest_cases", True, True),
+        ("conformance.pytest_cases::test_case[sm90-0123456789ab]", True, True),
+        (str(ROOT / "conformance" / "pytest_cases.py"), False, True),
+        (str(ROOT / "conformance") + "/", False, True),
+        ("conformance", False, False),
+        ("conformances", True, False),
+        ("tests/test_conformance.py", False, False),
+        (str(ROOT), False, False),
+        ("x" * 10_000, False, False),
+        ("a\0b", False, False),
+    ],
+)
+def test_which_arguments_name_the_suite(
+    argument: str, is_module: bool, ours: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert _names_the_suite(argument, is_module) is ours
 
 
 def test_options_of_the_project_win_and_the_long_names_stay(pytester: pytest.Pytester) -> None:
