@@ -160,6 +160,8 @@ def first_positions_kept(right: Any, memory: dict[int, Any], o: Any, positions: 
 
 ANY = when(lambda value, config: True)
 ONE_TOKEN = when(lambda value, config: len(out(value)) == 1)
+
+
 def not_finite(values: torch.Tensor) -> bool:
     """Whether a special value is among the first argument's."""
     return not bool(torch.isfinite(values).all())

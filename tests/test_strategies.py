@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import subprocess
+import sys
+
 import pytest
 from hypothesis import find, given, settings
 
@@ -75,3 +79,20 @@ def test_shrinking_ends_at_the_simplest_case():
 def test_what_is_no_profile_is_named(arguments, message):
     with pytest.raises(ValueError, match=message):
         strategies.profile_cases(*arguments)
+
+
+def test_the_list_is_the_same_whatever_is_loaded() -> None:
+    """Hypothesis mixes constants of loaded modules into what it generates; no Case may hang on them."""
+    show = "import hashlib; from conformance.strategies import profile_cases as p; "
+    show += "print(hashlib.sha256(''.join(c.to_json() for c in p('ci', 'sm90', 320, 3)).encode()).hexdigest())"
+    other = "import sys; sys.path.insert(0, 'tests'); import conformance.cli, planted, bound_problems; "
+    found = {
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+        for code in (show, other + show)
+    }
+    here = hashlib.sha256("".join(c.to_json() for c in profile_cases("ci", "sm90", 320, 3)).encode()).hexdigest()
+    assert found == {here + "\n"}
+
+
+def test_a_short_run_has_few_cases_without_tokens() -> None:
+    assert 1 <= sum(case.tokens == 0 for case in profile_cases("ci", "sm90", 60)) <= 4

@@ -243,7 +243,7 @@ def loud_padding(memory: Memory, given: tuple[Any, ...], config: Any) -> bool:
     """A loud scale behind the last token."""
     padding = padding_rows(given[0].scale)
     loud = padding == _LOUD_WORD if padding.dtype == torch.int32 else padding > _LOUD_FP32
-    return bool(loud[:, : config.n_groups].any())
+    return loud.dim() == 3 and bool(loud[:, : config.n_groups].any())
 
 
 def fresh_memory_is_nan(memory: Memory, given: tuple[Any, ...], config: Any) -> bool:
