@@ -33,6 +33,7 @@ from typing import Any
 import torch
 
 from conformance.compare import Comparison, merge, same_bits
+from conformance.implementation import inherits
 from conformance.inputs import LinearWeight
 from conformance.properties import Property, called, like, plain_scales, quantized
 from conformance.properties_products import as_scales, partials_of
@@ -105,7 +106,8 @@ def special_quantize(bench: Any, x: QuantizedActivation, special: Special | None
 
 
 def _nan_policy(implementation: Any) -> str:
-    policy = getattr(implementation, "nan_policy", NAN_POLICIES[0])
+    engine = getattr(implementation, "engine", None) if inherits(implementation, "quantize") else None
+    policy = getattr(implementation, "nan_policy", getattr(engine, "nan_policy", NAN_POLICIES[0]))
     if policy not in NAN_POLICIES:
         raise ValueError(f"nan_policy={policy!r} must be one of {NAN_POLICIES}")
     return policy

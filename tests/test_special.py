@@ -124,6 +124,17 @@ def test_a_quantiser_that_keeps_nan_says_so_and_must_then_keep_it() -> None:
         SPECIAL["quantize"](bench, first, special)  # type: ignore[call-arg]
 
 
+def test_the_policy_of_an_engine_counts_where_its_quantiser_is_used() -> None:
+    case, special = small(), Special("quantize", "nan", (1, 1, 300))
+    bench = Bench(case, SoftwareImplementation(case.arch))
+    first = given_of(bench, "quantize")
+    bench.implementation.engine.nan_policy = "kept"  # type: ignore[attr-defined]
+    assert SPECIAL["quantize"](bench, first, special).mismatched == 1  # type: ignore[call-arg]
+    right = bench.implementation.quantize
+    bench.implementation.quantize = lambda *given, config: right(*given, config=config)  # type: ignore[method-assign]
+    assert SPECIAL["quantize"](bench, first, special).mismatched == 0  # type: ignore[call-arg]
+
+
 def test_cases_take_every_kind_in_turn_and_other_places() -> None:
     benches = [Bench(small(seed=seed), SoftwareImplementation("sm90")) for seed in range(30)]
     for stage, kinds in KINDS.items():

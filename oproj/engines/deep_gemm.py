@@ -47,6 +47,11 @@ class DeepGemmEngine:
         kernel_runs = self.device.type == "cuda" and kernels.unavailable_reason() is None
         self.quantizer = "kernel" if kernel_runs else "software"
 
+    @property
+    def nan_policy(self) -> str:
+        """``"kept"`` where the fused kernel quantises: a NaN of o is a NaN code; the model launders it, as served."""
+        return "kept" if self.quantizer == "kernel" else "laundered"
+
     def _proven_module(self) -> ModuleType:
         finding = first_working()
         if finding is None:
