@@ -59,6 +59,9 @@ def test_the_engine_takes_the_candidate_that_works(monkeypatch):
     described = engine.describe()
     assert (described["version"], described["torch"]) == ("9.9", torch.__version__)
     assert described["quantizer"] == "software" and described["arch"] == "sm90"
+    assert engine.nan_policy == "laundered"
+    engine.quantizer = "kernel"
+    assert engine.nan_policy == "kept"
 
 
 def engine_with(arch, **options):
