@@ -20,6 +20,14 @@ profile, on every architecture where it is possible.
 """
 
 
+_SOLE = """## No check is idle
+
+For each check a fault that it alone sees: without the check the fault lives. They are right in the call that is
+compared with the truth, or right by all oracles but one (`conformance/faults/behaviour.py`). The rows `wo_a/format` and
+`wo_b/format` are no checks: what their bound admits they admit too. They are there for their figures.
+"""
+
+
 def _table(columns: str, rows: Iterable[tuple[str, ...]]) -> str:
     names = columns.split(", ")
     lines = [names, ["---"] * len(names), *[[cell.replace("|", "\\|") for cell in row] for row in rows]]
@@ -34,15 +42,16 @@ def to_markdown() -> str:
     """The whole page."""
     faults = _table(
         "name, stage, change, public report, possible on",
-        ((f"`{f.name}`", f.stage, f.change, f.source, _archs(f.archs)) for f in FAULTS),
+        ((f"`{f.name}`", f.stage, f.change, f.source, _archs(f.archs)) for f in FAULTS if not f.sole),
     )
+    sole = _table("check, fault, akin to", ((f"`{f.sole}`", f.change, f.source) for f in FAULTS if f.sole))
     suite = _table(
         "name, change, public report, seen by",
         ((f"`{f.name}`", f.change, f.source, f.check) for f in SUITE_FAULTS),
     )
     right = _table("name, what differs, exists on", ((f"`{v.name}`", v.about, _archs(v.archs)) for v in VARIANTS))
     parts = [_HEAD, "## Faults of an implementation\n", faults, "## Faults of the suite\n", suite]
-    parts += ["## Right answers that differ\n", right]
+    parts += [_SOLE, sole, "## Right answers that differ\n", right]
     return "\n".join(parts)
 
 
