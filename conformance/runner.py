@@ -204,13 +204,13 @@ def _row(case: Case, judged: Judged, run: Run, result: StageResult, spec: str = 
         case=case.to_json(),
         compared=comparison.compared,
         mismatched=comparison.mismatched,
-        margin_max=comparison.margin_max,
-        margin_p999=comparison.margin_p999,
-        margin_p50=comparison.margin_p50,
-        rms_rel_error=comparison.rms_rel_error,
-        signed_bias=comparison.signed_bias,
-        calc_diff=comparison.calc_diff,
-        sqnr_db=comparison.sqnr_db,
+        margin_max=_figure(comparison.margin_max),
+        margin_p999=_figure(comparison.margin_p999),
+        margin_p50=_figure(comparison.margin_p50),
+        rms_rel_error=_figure(comparison.rms_rel_error),
+        signed_bias=_figure(comparison.signed_bias),
+        calc_diff=_figure(comparison.calc_diff),
+        sqnr_db=_figure(comparison.sqnr_db),
         ulp_max=comparison.ulp_max,
         ulp_histogram=json.dumps({str(k): v for k, v in histogram.items()}) if histogram else "",
         ambiguous=comparison.ambiguous,
@@ -220,6 +220,11 @@ def _row(case: Case, judged: Judged, run: Run, result: StageResult, spec: str = 
         reason=result.verdict.reason,
         versions=judged.versions,
     )
+
+
+def _figure(value: float) -> float:
+    """Nine digits: those behind them differ with the threads of a float64 product, and from machine to machine."""
+    return float(f"{value:.9g}")
 
 
 def engine_name(implementation: Implementation) -> str:

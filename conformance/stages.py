@@ -37,8 +37,10 @@ CPU = torch.device("cpu")
 ITSELF = "the software engine is the model itself"
 NO_ORDER = "the order of a BF16 product is the library's own"
 NO_CODES = "a BF16 wo_a has no codes"
-# Rows for their figures: what the bound of the stage admits these admit too, so they are no checks of their own.
+# Rows for their figures: what the bound of the stage admits these admit too, so they are no checks of their own; and
+# what goes beyond them may be the fault of an earlier stage. They pass, or say nothing.
 FIGURES = (("wo_a", "format"), ("wo_b", "format"))
+ELSEWHERE = "beyond its bound: the rows of this stage and of those before it say why"
 NO_SUM_ORDER = "the order of a sum over ranks is the collective's own"
 _POISON_CODE, _POISON_FP32, _POISON_WORD = 0x7E, 2.0**100, 0x7E7E7E7E  # 448, and scales far from any live one
 _Figures = tuple[str, Comparison, Verdict]
@@ -137,7 +139,7 @@ class Bench:
         tokens, config = self.case.tokens, self.config
         problem = problem or layout_problem("z", z, _bf16(tokens, config.n_groups, config.o_lora_rank))
         if problem:
-            return self.truth.model_z(x), _failed(problem, "bits", "exact", "bound", "format")
+            return self.truth.model_z(x), map(_told, _failed(problem, "bits", "exact", "bound", "format"))
         return z, self.judge_wo_a(x, z)
 
     def judge_wo_a(self, x: QuantizedActivation, z: torch.Tensor) -> Iterator[_Figures]:
@@ -148,14 +150,14 @@ class Bench:
             yield "bits", Comparison(), Verdict(NOT_APPLICABLE, NO_ORDER)
         yield self.exact("wo_a", (x, z))
         yield self.bound("bound", elements, lambda: (z, truth.z_consumed(x), truth.z_bound(x, z)), "z")
-        yield self.bound("format", elements, lambda: (z, truth.z, truth.z_format_bound(x, z)), "z")
+        yield _told(self.bound("format", elements, lambda: (z, truth.z, truth.z_format_bound(x, z)), "z"))
 
     def wo_b(self, z: torch.Tensor) -> Iterator[_Figures]:
         """Results of wo_b on ``z``."""
         y, problem = self.call("wo_b", z=move(z, self.device), weights=self.on_device.weights)
         problem = problem or layout_problem("y", y, _bf16(self.case.tokens, self.config.hidden_size))
         if problem:
-            yield from _failed(problem, "bits", "exact", "bound", "format")
+            yield from map(_told, _failed(problem, "bits", "exact", "bound", "format"))
             return
         truth, elements = self.truth, y.numel()
         codes = truth.consumed_by_wo_b(z)
@@ -164,7 +166,7 @@ class Bench:
         yield self.bound("bound", elements, lambda: (y, truth.y_consumed(codes), truth.y_bound(codes, y)), "y")
         nothing = torch.zeros_like(z).double()
         limit = lambda: truth.y_format_bound(z, nothing, codes, truth.y_bound(codes, y))  # noqa: E731
-        yield self.bound("format", elements, lambda: (y, truth.y_of(z), limit()), "y")
+        yield _told(self.bound("format", elements, lambda: (y, truth.y_of(z), limit()), "y"))
 
     def reduce(self) -> Iterator[_Figures]:
         """Results of the sum over ranks, on partials of every rank that no other stage had a hand in."""
@@ -312,6 +314,14 @@ class Bench:
 def _failed(problem: str, *oracles: str) -> Iterator[_Figures]:
     for oracle in oracles:
         yield oracle, Comparison(problem=problem), Verdict(FAIL, problem)
+
+
+def _told(figures: _Figures) -> _Figures:
+    """A row of `FIGURES`; others are left as they are."""
+    oracle, comparison, verdict = figures
+    if oracle != "format" or verdict.status != FAIL:
+        return figures
+    return oracle, comparison, Verdict(NOT_APPLICABLE, comparison.problem or ELSEWHERE)
 
 
 def _activation(got: Any) -> QuantizedActivation | None:

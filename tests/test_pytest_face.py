@@ -107,14 +107,13 @@ def test_which_arguments_name_the_suite(
     assert _names_the_suite(argument, is_module) is ours
 
 
-def test_options_of_the_project_win_and_the_long_names_stay(pytester: pytest.Pytester) -> None:
-    pytester.makeconftest(
+def test_options_of_the_project_win_and_the_long_names_stay(tmp_path: Path, installed: dict[str, str]) -> None:
+    (tmp_path / "conftest.py").write_text(
         "def pytest_addoption(parser):\n"
         "    parser.addoption('--seed', type=int)\n"
         "    parser.addoption('--arch', action='store_true')\n"
     )
-    names = pytester.runpytest_inprocess("-p", "oproj.pytest_entry", *SUITE[2:], "--help").outlines
-    text = "\n".join(names)
+    text = run(tmp_path, installed, "--pyargs", "conformance", "--help").stdout
     assert "--oproj-seed=SEED" in text and "--oproj-tokens=TOKENS, --tokens=TOKENS" in text
     assert "--oproj-seed=SEED, --seed" not in text and "--oproj-arch=ARCH, --arch" not in text
 

@@ -12,7 +12,7 @@ import torch
 from conformance.case import Case
 from conformance.families import FAMILIES
 from conformance.implementation import METHODS, EngineImplementation, SoftwareImplementation, is_the_model
-from conformance.stages import StageResult, run_stages
+from conformance.stages import FIGURES, StageResult, run_stages
 from oproj.arch import get_arch
 from oproj.engines.deep_gemm import DeepGemmEngine
 from oproj.engines.software import SoftwareEngine
@@ -42,14 +42,14 @@ FAULTS: list[tuple[type[Faulty], str, set[str]]] = [
     (NotReduced, "reduce", {"bound"}),
     (OnePartialTwice, "reduce", {"bound"}),
     (PaddingRead, "quantize", {"bits", "bound"}),
-    (LastSlots, "wo_a", {"bits", "bound", "format"}),
-    (ScalesOfOtherSlots, "wo_a", {"bits", "bound", "format"}),
+    (LastSlots, "wo_a", {"bits", "bound"}),
+    (ScalesOfOtherSlots, "wo_a", {"bits", "bound"}),
     (NextPosition, "quantize", {"bits", "bound"}),
     (WholeChainOnly, "o_proj", {"bits"}),
     (OneUlp, "wo_b", {"bits"}),
     (Contiguous, "quantize", {"bits", "bound"}),
-    (Raises, "wo_b", {"bits", "bound", "format"}),
-    (NothingBack, "wo_a", {"bits", "bound", "format"}),
+    (Raises, "wo_b", {"bits", "bound"}),
+    (NothingBack, "wo_a", {"bits", "bound"}),
 ]
 
 
@@ -196,7 +196,7 @@ def test_writing_into_an_argument_fails_and_does_not_move_the_truth(stage: str, 
 
     setattr(mine, stage, wrong)
     results = run_stages(case(padding_slots=0), mine)
-    of_stage = [r for r in results if r.stage == stage]
+    of_stage = [r for r in results if r.stage == stage and (stage, r.oracle) not in FIGURES]
     assert {r.verdict.status for r in of_stage} == {"fail"}
     assert {r.verdict.reason for r in of_stage} == {f"{stage} wrote into its argument {shown}"}
     assert set(failed(results)) <= {stage, "o_proj"}
