@@ -124,7 +124,9 @@ def sm120(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Tests of this software itself; arguments go to pytest (`-- --hypothesis-profile nightly`)."""
     install(session, "-e", ".[dev]")
-    session.run("python", "-m", "pytest", *session.posargs)
+    # A file stays in one process: its fixtures and its compiled kernels are shared. More processes than files are none.
+    spread = () if given(session, "-n") else ("-n", "auto", "--maxprocesses", "16", "--dist", "loadfile")
+    session.run("python", "-m", "pytest", *spread, *session.posargs)
 
 
 @nox.session
