@@ -80,7 +80,7 @@ def test_reference_imports_torch_and_the_standard_library_only() -> None:
 
 def test_every_import_of_the_packages_is_a_declared_dependency() -> None:
     # the engines look for these and say so where one is missing
-    optional = {"cuda", "deep_gemm", "flashinfer", "triton", "tvm_ffi", "vllm"}
+    optional = {"cuda", "deep_gemm", "flashinfer", "fsspec", "ray", "triton", "tvm_ffi", "vllm"}
     # halves of numba and jinja2: one without the other does not exist
     brought = {"llvmlite", "markupsafe"}
     declared = {Requirement(r).name for r in PROJECT["project"]["dependencies"]}
