@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,20 +16,23 @@ import typer
 from rich.console import Console
 
 from conformance import grid as grids
+from conformance import sweep_command
 from conformance.against_command import main as compare_two
 from conformance.against_command import second_target
+from conformance.case import Case
 from conformance.families import FAMILIES
 from conformance.grid import Grid
 from conformance.isolation import CASE_TIMEOUT
 from conformance.judge import FAIL
 from conformance.options import MOST_PROCESSES, Engine, Judged, Strings, choice, target_of
-from conformance.progress import progress
+from conformance.progress import Advance, progress
 from conformance.resume import Earlier, look_back
 from conformance.runner import Judged as Subject
 from conformance.runner import Run, Target, judged_by, run_cases
 from conformance.shrink import as_text, shrink_failures
 from conformance.signals import Terminated, terminable
 from conformance.strategies import PROFILES, ProfileCases
+from conformance.sweep import Cluster, judged_on
 from conformance.terminal import FAILED, INTERRUPTED, TERMINATED, guarded, integers, say, split, stop, verdict_code
 from oproj.arch import ARCHS
 from oproj.config import PRESETS
@@ -49,6 +52,7 @@ _MANY_CASES = 32
 
 
 def run(
+    context: typer.Context,
     arch: Annotated[Strings, typer.Option(help=choice("Architectures", ARCHS, grids.ARCHS))] = None,
     engine: Engine = "auto",
     preset: Annotated[Strings, typer.Option(help=choice("Models", PRESETS, grids.PRESETS))] = None,
@@ -82,12 +86,18 @@ def run(
     case_timeout: Annotated[
         float, typer.Option(help="Seconds after which a Case in a process of its own has failed.")
     ] = CASE_TIMEOUT,
+    ray: sweep_command.Ray = "",
+    resources: sweep_command.Resources = "",
+    parts: sweep_command.PartsUrl = "",
     against: Annotated[
         str, typer.Option(help="Judge nothing: find where --implementation or --engine and this other one part.")
     ] = "",
     shrink: Annotated[bool, typer.Option(help="Look for a small Case that fails in the same way.")] = True,
 ) -> None:
     """Run Cases, compare with float64 and with the bit-exact model, write and print the error tables."""
+    cluster = guarded(
+        lambda: sweep_command.join_cluster(context, ray, resources, parts, against=against, workers=workers)
+    )
 
     def plan() -> tuple[Plan, Target, int, Earlier | None]:
         chosen: Plan = _grid(arch, preset, tp, tokens, family, examples, seed, full)
@@ -95,8 +105,14 @@ def run(
             chosen = _profile(profile, arch, examples, seed, preset or tp or tokens or family or full)
         target = target_of(engine, implementation)
         # Hardware and names are asked for before anything is written.
-        judged = {name: judged_by(target, name, case_timeout) for name in chosen.archs}
+        judged = (
+            judged_on(cluster, target, chosen.archs, case_timeout)
+            if cluster
+            else {name: judged_by(target, name, case_timeout) for name in chosen.archs}
+        )
         second = [judged_by(second_target(against), name, case_timeout) for name in chosen.archs] if against else []
+        if cluster and resume and out:
+            sweep_command.fetch_parts(cluster, out)
         earlier = _earlier(out, chosen, target, judged) if resume else None
         left = len(chosen) - len(earlier.finished if earlier else ())
         processes = _processes(left, [*judged.values(), *second])
@@ -121,11 +137,13 @@ def run(
     this = earlier.run if earlier else Run.now()
     folder = out or Path("out") / this.run_id
     with _resumable(folder) as tally:
-        df = guarded(lambda: _run_into(folder, chosen, target, this, processes, case_timeout, earlier, tally))
+        df = guarded(
+            lambda: _run_into(folder, chosen, target, this, cluster or processes, case_timeout, earlier, tally)
+        )
         guarded(lambda: [write(df, folder / name) for name, write in _DERIVED.items()])
     print_rich(df)
     code = verdict_code(df)
-    if shrink and code == FAILED:
+    if shrink and code == FAILED and not cluster:  # this machine may lack what has failed
         _say_smallest(df, target, this, case_timeout)
     say(f"{len(df)} rows of {len(chosen)} Cases, tables and page in {folder}")
     raise typer.Exit(code)
@@ -188,19 +206,23 @@ class _Tally:
 
     rows: int = 0
 
+    def add(self, rows: int) -> None:
+        """So many more."""
+        self.rows += rows
+
 
 def _run_into(
     folder: Path,
     chosen: Plan,
     target: Target,
     this: Run,
-    workers: int,
+    where: int | Cluster,
     timeout: float,
     earlier: Earlier | None,
     tally: _Tally,
 ) -> pd.DataFrame:
-    """Run the Cases that ``earlier`` has not into ``folder``, with their progress on standard error; all rows as a
-    frame."""
+    """Run the Cases that ``earlier`` has not into ``folder``, on so many processes or a cluster, with their progress
+    on standard error; all rows as a frame."""
     finished: frozenset[str] = earlier.finished if earlier else frozenset()
     if earlier:
         remove_unfinished(folder)
@@ -209,21 +231,38 @@ def _run_into(
     for name in _DERIVED:  # of an earlier run, and would be taken for this one's were it killed
         (folder / name).unlink(missing_ok=True)
     cases = (case for case in chosen.cases() if case.id not in finished)
+    with progress(len(chosen), len(finished), earlier.failed if earlier else 0) as advance:
+        if isinstance(where, Cluster):
+            sweep_command.sweep_into(
+                folder, cases, where, target, this,
+                timeout=timeout, resumed=earlier is not None, on_case=advance, on_rows=tally.add,
+            )  # fmt: skip
+        else:
+            _write_rows(folder, cases, target, this, where, timeout, advance, tally)
+    return load(folder)
+
+
+def _write_rows(
+    folder: Path,
+    cases: Iterable[Case],
+    target: Target,
+    this: Run,
+    workers: int,
+    timeout: float,
+    advance: Advance,
+    tally: _Tally,
+) -> None:
+    """The rows of ``cases``, run on ``workers`` processes of this machine."""
     results = run_cases(cases, target, this, workers=workers, timeout=timeout)
     flushed = time.monotonic()
-    with (
-        closing(results),
-        RowWriter(folder, this.run_id, _FLUSH_EVERY) as writer,
-        progress(len(chosen), len(finished), earlier.failed if earlier else 0) as advance,
-    ):
+    with closing(results), RowWriter(folder, this.run_id, _FLUSH_EVERY) as writer:
         for of_case in results:
             writer.extend(of_case)
-            tally.rows += len(of_case)
+            tally.add(len(of_case))
             if time.monotonic() - flushed > _FLUSH_SECONDS:
                 writer.flush()
                 flushed = time.monotonic()
             advance(any(row["verdict"] == FAIL for row in of_case))
-    return load(folder)
 
 
 @contextmanager

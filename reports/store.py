@@ -58,7 +58,7 @@ class RowWriter:
         self._rows: list[dict[str, Any]] = []
         self._closed = False
         self.directory.mkdir(parents=True, exist_ok=True)
-        self._next = max((part.last for part in self._own()), default=-1) + 1
+        self._next = next_part(self.directory, self.run_id)
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Add a row of `make_row`; ValueError where it is none or of another run, or after `close`."""
@@ -172,6 +172,14 @@ def load(path: str | os.PathLike[str]) -> pd.DataFrame:
     if df.empty:
         raise NoRowsError(f"{source}: holds no rows")
     return df
+
+
+def next_part(directory: str | os.PathLike[str], run_id: str) -> int:
+    """The number of the part that comes behind those of ``run_id`` in a folder, 0 where there are none.
+
+    Raises: RowsError where a Parquet file there is no part.
+    """
+    return max((part.last for part in _parts(Path(directory)) if part.run == run_id), default=-1) + 1
 
 
 def remove_parts(directory: str | os.PathLike[str]) -> None:
