@@ -1,8 +1,10 @@
-"""The roofline: share of the device's copy bandwidth that the fused kernel and today's serving kernel reach, over T."""
+"""Plots of the figures: the roofline of the fused kernel over tokens, and the cost of a Case along its sizes."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
@@ -19,17 +21,27 @@ def points(frame: pd.DataFrame) -> pd.DataFrame:
     return joined.drop(columns="ratio").sort_values(["scales", "T"])
 
 
+def _pyplot() -> Any:
+    """matplotlib.pyplot that draws SVG; None where it is not installed."""
+    try:
+        import matplotlib
+    except ImportError:
+        return None
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "oproj"  # the same figures give the same file
+    from matplotlib import pyplot
+
+    return pyplot
+
+
 def roofline(frame: pd.DataFrame, path: Path) -> bool:
     """Write the plot as SVG; ``False`` where the frame holds no such figure or matplotlib is missing."""
     data = points(frame)
     if data.empty:
         return False
-    try:
-        import matplotlib
-    except ImportError:
+    pyplot = _pyplot()
+    if pyplot is None:
         return False
-    matplotlib.use("svg")
-    from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 4))
     for scales, style in (("packed", "-"), ("FP32", "--")):
@@ -46,3 +58,44 @@ def roofline(frame: pd.DataFrame, path: Path) -> bool:
     figure.savefig(path)
     pyplot.close(figure)
     return True
+
+
+def cost(frame: pd.DataFrame, names: Sequence[str], path: Path) -> bool:
+    """Write the plot of measured (points) and fitted (lines) cost as SVG: seconds along each line of ``names``, memory
+    along tokens, and prediction over measurement of Cases that the fit had not seen; ``False`` without matplotlib.
+
+    frame: columns arch, source, those of ``names``, seconds, fit_seconds, unseen_seconds, bytes, fit_bytes.
+    """
+    pyplot = _pyplot()
+    if pyplot is None:
+        return False
+    figure, grid = pyplot.subplots(2, -(-(len(names) + 2) // 2), figsize=(13, 6))
+    places = list(grid.flat)
+    for place, name in zip(places, names):
+        _line(place, frame[frame["source"] == name], name, "seconds", 1.0, "processor seconds")
+    tokens = frame[frame["source"] == "tokens"]
+    _line(places[len(names)], tokens, "tokens", "bytes", 2.0**-20, "peak memory of the process, MiB")
+    unseen, last = frame.dropna(subset="unseen_seconds"), places[len(names) + 1]
+    for color, (_, rows) in zip(_COLORS, unseen.groupby("arch")):
+        last.plot(rows["seconds"], rows["unseen_seconds"], ".", color=color, markersize=4)
+    ends = [unseen["seconds"].min(), unseen["seconds"].max()]
+    last.plot(ends, ends, color="#333333", linewidth=0.8)
+    last.set(xscale="log", yscale="log", xlabel="measured, s", ylabel="predicted, Case not seen, s")
+    for spare in places[len(names) + 2 :]:
+        spare.axis("off")
+    places[0].legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
+    pyplot.close(figure)
+    return True
+
+
+_COLORS = ("#1b6ca8", "#c8553d", "#588157", "#8e6c8a")
+
+
+def _line(axes: Any, rows: pd.DataFrame, name: str, what: str, unit: float, label: str) -> None:
+    for color, (arch, part) in zip(_COLORS, rows.groupby("arch")):
+        ordered = part.sort_values(name)
+        axes.plot(ordered[name], ordered[what] * unit, "o", color=color, markersize=4, label=arch)
+        axes.plot(ordered[name], ordered[f"fit_{what}"] * unit, "-", color=color, linewidth=1)
+    axes.set(xscale="log", yscale="log", xlabel=name, ylabel=label)

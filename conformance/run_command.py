@@ -20,6 +20,7 @@ from conformance import sweep_command
 from conformance.against_command import main as compare_two
 from conformance.against_command import second_target
 from conformance.case import Case
+from conformance.estimate import tell
 from conformance.families import FAMILIES
 from conformance.grid import Grid
 from conformance.isolation import CASE_TIMEOUT
@@ -32,7 +33,7 @@ from conformance.runner import Run, Target, judged_by, run_cases
 from conformance.shrink import as_text, shrink_failures
 from conformance.signals import Terminated, terminable
 from conformance.strategies import PROFILES, ProfileCases
-from conformance.sweep import Cluster, judged_on
+from conformance.sweep import Cluster, check_nodes, import_ray, judged_on
 from conformance.terminal import FAILED, INTERRUPTED, TERMINATED, guarded, integers, say, split, stop, verdict_code
 from oproj.arch import ARCHS
 from oproj.config import PRESETS
@@ -93,6 +94,12 @@ def run(
         str, typer.Option(help="Judge nothing: find where --implementation or --engine and this other one part.")
     ] = "",
     shrink: Annotated[bool, typer.Option(help="Look for a small Case that fails in the same way.")] = True,
+    estimate: Annotated[
+        bool, typer.Option("--estimate", help="Run nothing: say how long it takes, and how much memory.")
+    ] = False,
+    cores: Annotated[
+        int, typer.Option(min=0, help="Cores of the --estimate; 0: the processes of the run, or all of the cluster.")
+    ] = 0,
 ) -> None:
     """Run Cases, compare with float64 and with the bit-exact model, write and print the error tables."""
     cluster = guarded(
@@ -100,6 +107,8 @@ def run(
     )
 
     def plan() -> tuple[Plan, Target, int, Earlier | None]:
+        if (estimate and against) or (cores and not estimate):
+            raise ValueError("--estimate is of a run that judges: without --against; --cores is of --estimate")
         chosen: Plan = _grid(arch, preset, tp, tokens, family, examples, seed, full)
         if profile:
             chosen = _profile(profile, arch, examples, seed, preset or tp or tokens or family or full)
@@ -119,6 +128,10 @@ def run(
         return chosen, target, workers or processes, earlier
 
     chosen, target, processes, earlier = guarded(plan)
+    if estimate:
+        there = check_nodes(import_ray(), cluster, chosen.archs) if cluster else processes
+        guarded(lambda: tell(chosen, cores or there, earlier.finished if earlier else frozenset()))
+        raise typer.Exit
     if against:
         raise typer.Exit(
             guarded(
