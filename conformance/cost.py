@@ -107,7 +107,7 @@ class CostModel:
 
     seconds: by arch and feature, processor seconds on the machine of the fit. bytes: by feature, peak resident memory
     of a process that runs the Case. calibration: measured processor seconds there of the Cases that tell the speed of
-    another machine, by `calibration` arch. held_out: relative error of the summed prediction on Cases that the fit had
+    another machine, by arch. held_out: relative error of the summed prediction on Cases that the fit had
     not seen, by arch.
     """
 
@@ -168,7 +168,9 @@ class CostModel:
             raise ValueError(f"cores={cores} must be at least 1")
         if not 0 < slower < math.inf:
             raise ValueError(f"slower={slower} must be a positive number")
-        seen, seconds, longest, memory = {}, {}, 0.0, 0.0
+        seen: dict[str, int] = {}
+        seconds: dict[str, float] = {}
+        longest = memory = 0.0
         for case in cases:
             cost = self.case_seconds(case) * slower
             seen[case.arch] = seen.get(case.arch, 0) + 1
