@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -31,6 +32,7 @@ _AT_ONCE = 64  # shards that are submitted at a time, at least; four for each co
 _RETRIES = 3  # by Ray, of a task whose worker died
 _SUBMISSIONS = 3  # of a shard that Ray has given up
 _PATIENCE = 60.0  # seconds without a result, after which the nodes are looked at again
+_REACHED = 10.0  # seconds; Ray itself tries for minutes
 _STORE_BYTES = 128 << 20  # of Ray's object store in a cluster of our own: shards and answers are small
 _GPU = "gpu"
 _NO_IMPORT = "The remote function failed to import"  # how Ray's own RuntimeError begins
@@ -209,9 +211,10 @@ def _lost(shard: Shard, times: int, error: Exception) -> ShardLost:
 def connected(address: str) -> Iterator[Any]:
     """The module ``ray``, connected to ``address``; a process that was connected before stays so.
 
-    Raises ``EngineUnavailable`` where Ray is not installed or no cluster answers.
+    Raises ``EngineUnavailable`` where Ray is missing or no cluster answers, ``ValueError`` for what is no address.
     """
     ray = import_ray()
+    _reach(address)
     if ray.is_initialized():
         yield ray
         return
@@ -227,6 +230,18 @@ def connected(address: str) -> Iterator[Any]:
         yield ray
     finally:
         ray.shutdown()
+
+
+def _reach(address: str) -> None:
+    if address in ("auto", "local"):
+        return
+    host, _, port = address.rpartition(":")
+    if not host or "/" in host or not port.isdecimal():
+        raise ValueError(f"--ray {address!r} must be 'auto', 'local' or HOST:PORT of a cluster's head")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _REACHED).close()
+    except (OSError, OverflowError) as error:
+        raise EngineUnavailable(f"--ray {address}: no Ray cluster answers: {error}") from error
 
 
 def import_ray() -> Any:

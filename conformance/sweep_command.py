@@ -57,8 +57,6 @@ def join_cluster(
         raise ValueError(f"--ray {address} and --against {against} exclude each other")
     if workers:
         raise ValueError(f"--workers {workers} are processes of this machine; with --ray the cluster has its own")
-    if address.startswith("ray://"):
-        raise ValueError(f"--ray {address}: start oproj on a machine of the cluster, with its HOST:PORT or 'auto'")
     cluster = Cluster(address, parse_resources(resources), parts)
     context.with_resource(connected(address))
     return cluster
