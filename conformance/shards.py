@@ -51,6 +51,19 @@ class Done:
     pid: int
 
 
+@dataclass(frozen=True)
+class Driver:
+    """What a worker takes over from the process that submits: it is of this release, and runs in this folder."""
+
+    version: str
+    folder: str
+
+    @classmethod
+    def here(cls) -> Driver:
+        """This process."""
+        return cls(oproj.__version__, os.getcwd())
+
+
 def shards(cases: Iterable[Case], size: int, first: int = 0) -> Iterator[Shard]:
     """``cases`` by ``size`` of one arch each, the archs in turn; numbers from ``first``.
 
@@ -78,13 +91,13 @@ def shard_size(cases: int, cores: int) -> int:
     return max(1, min(MOST_CASES, cases // (_SHARDS_PER_CORE * max(1, cores))))
 
 
-def run_shard(shard: Shard, url: str, target: Target, run: Run, timeout: float, version: str) -> Done:
+def run_shard(shard: Shard, url: str, target: Target, run: Run, timeout: float, driver: Driver) -> Done:
     """Run the Cases of ``shard`` in this process, and leave their rows in one part under ``url``.
 
     An implementation that is not ours has a process of its own beside this one. Raises ``ValueError`` where this
-    machine has another release or revision of oproj than ``version`` and ``run``.
+    machine has another release or revision of oproj than ``driver`` and ``run``.
     """
-    _prepare(version, run.git_revision)
+    _prepare(driver, run.git_revision)
     failed, rows = [], 0
     with tempfile.TemporaryDirectory(prefix="oproj-shard-") as name:
         with RowWriter(name, run.run_id, flush_every=_ONE_PART) as writer:
@@ -96,9 +109,9 @@ def run_shard(shard: Shard, url: str, target: Target, run: Run, timeout: float, 
     return Done(shard.number, left, tuple(failed), rows, os.getpid())
 
 
-def describe(target: Target, arch: str, timeout: float, version: str) -> Judged:
+def describe(target: Target, arch: str, timeout: float, driver: Driver) -> Judged:
     """What ``target`` names for ``arch`` on the machine of a worker. Raises what `judged_by` and `run_shard` do."""
-    _prepare(version)
+    _prepare(driver)
     return judged_by(target, arch, timeout)
 
 
@@ -110,11 +123,14 @@ def part_name(run: Run, number: int) -> str:
 _revision = cache(git_revision)  # a worker has imported its modules once, too
 
 
-def _prepare(version: str, revision: str = "") -> None:
-    if oproj.__version__ != version:
-        raise ValueError(f"a worker has oproj {oproj.__version__} and the driver {version}; install one release on all")
+def _prepare(driver: Driver, revision: str = "") -> None:
+    own = oproj.__version__
+    if own != driver.version:
+        raise ValueError(f"a worker has oproj {own} and the driver {driver.version}; install one release on all")
     here = _revision() if revision else ""
     if here and here != revision:
         raise ValueError(f"a worker has git revision {here} of oproj and the driver {revision}; check out one on all")
+    if os.path.isdir(driver.folder):
+        os.chdir(driver.folder)  # the file of an implementation may be named from there
     os.environ["OPROJ_THREADS"] = "1"  # of the one core that a task has
     torch.set_num_threads(1)

@@ -18,10 +18,9 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-import oproj
 from conformance.case import Case
 from conformance.runner import Judged, Run, Target
-from conformance.shards import Done, Shard, describe, part_name, run_shard, shard_size, shards
+from conformance.shards import Done, Driver, Shard, describe, part_name, run_shard, shard_size, shards
 from conformance.sweep_parts import Parts
 from oproj.arch import get_arch
 from oproj.engines import EngineUnavailable
@@ -106,7 +105,7 @@ def sweep(
     waiting = shards(cases, size or shard_size(len(cases), cores), next_part(parts.folder, run.run_id))
 
     def start(shard: Shard) -> Any:
-        arguments = (shard, parts.shared, target, run, timeout, oproj.__version__)
+        arguments = (shard, parts.shared, target, run, timeout, Driver.here())
         return _submit(ray, cluster, run_shard, shard.arch, f"shard {shard.number} of {shard.arch}", arguments)
 
     with closing(_results(ray, cluster, waiting, start, max(_AT_ONCE, 4 * cores))) as results:
@@ -125,7 +124,7 @@ def judged_on(cluster: Cluster, target: Target, archs: Iterable[str], timeout: f
     ray = import_ray()
     names = list(archs)
     check_nodes(ray, cluster, names)
-    arguments = {name: (target, name, timeout, oproj.__version__) for name in names}
+    arguments = {name: (target, name, timeout, Driver.here()) for name in names}
     asked = {name: _submit(ray, cluster, describe, name, f"description of {name}", arguments[name]) for name in names}
     return {name: _answer(ray, reference) for name, reference in asked.items()}
 

@@ -30,7 +30,7 @@ from conformance.case import Case
 from conformance.cli import app
 from conformance.grid import Grid
 from conformance.runner import Run, Target, run_cases
-from conformance.shards import Done, Shard, part_name, run_shard, shard_size, shards
+from conformance.shards import Done, Driver, Shard, part_name, run_shard, shard_size, shards
 from conformance.sweep import Cluster, ShardLost, parse_resources, sweep
 from conformance.sweep_parts import Parts, publish
 from oproj.engines import EngineUnavailable
@@ -182,12 +182,13 @@ def test_a_worker_killed_between_cases_loses_and_doubles_nothing_and_tasks_are_w
 
 
 def test_a_worker_that_dies_within_a_case_loses_and_doubles_nothing(
-    nodes: TwoNodes, cases: list[Case], one_process: pd.DataFrame, tmp_path: Path
+    nodes: TwoNodes, cases: list[Case], one_process: pd.DataFrame, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    marker, file = tmp_path / "killed", tmp_path / "mine.py"
-    file.write_text(KILLER.format(marker=str(marker)))
+    marker = tmp_path / "killed"
+    (tmp_path / "mine.py").write_text(KILLER.format(marker=str(marker)))
+    monkeypatch.chdir(tmp_path)  # the workers were started elsewhere
     of_sm90 = [each for each in cases if each.arch == "sm90"][:2]
-    target = Target(implementation=f"{file}:Killer")
+    target = Target(implementation="mine.py:Killer")
     swept(nodes, tmp_path / "run", of_sm90, target=target, size=2)
     assert marker.exists()
     found = load(tmp_path / "run")
@@ -293,7 +294,7 @@ def test_what_a_cluster_cannot_do_is_said(nodes: TwoNodes, tmp_path: Path) -> No
 
 def test_a_worker_of_another_release_or_revision_is_refused(nodes: TwoNodes, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"a worker has oproj \S+ and the driver 0\.0; install one release"):
-        run_shard(Shard(0, (case(**SMALL),)), str(tmp_path), TARGET, RUN, 60.0, "0.0")
+        run_shard(Shard(0, (case(**SMALL),)), str(tmp_path), TARGET, RUN, 60.0, Driver("0.0", ""))
     other = Run("r1", RUN.time_utc, "0ld")
     with pytest.raises(ValueError, match=r"a worker has git revision \S+ of oproj and the driver 0ld"):
         sweep([case(**SMALL)], Cluster(nodes.address), Parts(tmp_path), TARGET, other, timeout=60.0)
