@@ -10,7 +10,6 @@ import os
 import signal
 import sys
 import tempfile
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import TimeoutError as TookTooLong
@@ -20,6 +19,9 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from pebble import ProcessExpired, ProcessFuture, ProcessPool
+
+from conformance.worker import start_worker
+from oproj.engines.software.gemm import thread_count
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -78,12 +80,10 @@ class Isolated(Generic[Item, Result]):
         self._work, self._timeout, self._count = work, timeout, count()
         # Threads of this process would not survive a fork, and neither would a CUDA context.
         context = multiprocessing.get_context("spawn")
-        cores = max(1, (os.cpu_count() or 1) // (workers * beside))
+        cores = max(1, thread_count() // (workers * beside))
         # A process that dies says nothing any more; what it wrote to this file is still there.
         self._notes = tempfile.NamedTemporaryFile(prefix="oproj-notes-")  # noqa: SIM115  closed with the pool
-        self._pool = ProcessPool(
-            workers, context=context, initializer=_start_worker, initargs=[cores, self._notes.name]
-        )
+        self._pool = ProcessPool(workers, context=context, initializer=_start, initargs=[cores, self._notes.name])
 
     def schedule(self, item: Item) -> Ticket[Item]:
         """Put ``item`` behind those already waiting."""
@@ -178,18 +178,6 @@ def _context_is_broken() -> bool:
     return False
 
 
-def _end_with_parent() -> None:
-    """A worker whose parent was killed would wait for its next Case for ever."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
-
-
-def _start_worker(cores: int, notes: str) -> None:
+def _start(cores: int, notes: str) -> None:
     _state.notes = os.open(notes, os.O_WRONLY)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    os.environ["OPROJ_THREADS"] = str(cores)
-    torch.set_num_threads(cores)
+    start_worker(cores)

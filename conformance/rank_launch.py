@@ -9,10 +9,8 @@ from __future__ import annotations
 import faulthandler
 import multiprocessing
 import os
-import signal
 import sys
 import tempfile
-import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -25,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from conformance.rank_worker import Gathered, Plan, Rank, RankFailure
+from conformance.worker import start_worker
 
 STARTS, STEP_BYTES = "starting", 64
 PEER_LOST = 70  # exit code of a rank whose collective failed: another rank is the cause
@@ -110,11 +109,7 @@ def _context(plan: Plan) -> Any:
 
 
 def _process(rank: int, plan: Plan, folder: str, progress: _Progress, then: Then) -> None:
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    cores = max(1, (os.cpu_count() or 1) // plan.tp_size)
-    os.environ["OPROJ_THREADS"] = str(cores)
-    torch.set_num_threads(cores)
+    start_worker(max(1, (os.cpu_count() or 1) // plan.tp_size))
     step = ""
 
     def mark(name: str) -> None:
@@ -136,14 +131,6 @@ _TOGETHER = ("meeting", "waiting")  # steps in which an error is another rank's
 
 def _note(folder: str | Path, rank: int) -> Path:
     return Path(folder) / f"rank{rank}.txt"
-
-
-def _end_with_parent() -> None:
-    """A rank whose parent was killed has nobody to end it."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
 
 
 def _watch(processes: Sequence[BaseProcess], progress: _Progress, timeout: float, folder: Path) -> None:

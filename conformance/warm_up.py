@@ -15,6 +15,7 @@ from functools import cache
 import numpy as np
 
 from conformance.golden import EINSUM, GoldenSet, run
+from conformance.worker import start_worker
 from oproj.engines.deep_gemm import DeepGemmEngine
 
 Call = tuple[str, int, int, int, int]  # op, tokens, groups (1 for a GEMM), columns, K
@@ -36,7 +37,7 @@ def warm_up(arch: str, calls: Iterable[Call], workers: int | None = None) -> lis
     if count == 0:
         return []
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(count, mp_context=context) as pool:
+    with ProcessPoolExecutor(count, mp_context=context, initializer=start_worker) as pool:
         answers = pool.map(_one, [arch] * len(todo), todo)
         return [answer for answer in answers if answer]
 

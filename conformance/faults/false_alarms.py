@@ -22,10 +22,11 @@ from rich.table import Table
 from conformance.case import POSITION_FAMILIES, ROPE_KINDS, Case
 from conformance.families import FAMILIES
 from conformance.faults.fault import ALL
-from conformance.faults.matrix import failed_checks, start_worker
+from conformance.faults.matrix import failed_checks
 from conformance.faults.variants import VARIANTS, Variant
 from conformance.streams import Stream
 from conformance.terminal import FAILED, NOTHING_COMPARED, PASSED
+from conformance.worker import start_worker
 from reports.files import write_text
 
 T = TypeVar("T")

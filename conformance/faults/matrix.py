@@ -7,14 +7,11 @@ nothing) until a check fails. A fresh implementation per Case, so that every kil
 from __future__ import annotations
 
 import multiprocessing
-import os
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
-
-import torch
 
 from conformance.case import Case
 from conformance.faults.cases import EXAMPLES, ci_cases
@@ -24,6 +21,7 @@ from conformance.faults.reports import SUITE_FAULTS, SuiteFault, diluting, self_
 from conformance.faults.variants import VARIANTS
 from conformance.judge import FAIL
 from conformance.stages import StageResult, run_stages
+from conformance.worker import start_worker
 
 VARIANT_EXAMPLES = 4
 _CHUNKS = 6  # tasks per arch, so that a slow fault does not keep one process busy alone
@@ -160,12 +158,6 @@ def run_matrix(
     with ProcessPoolExecutor(workers, mp_context=context, initializer=start_worker) as pool:
         for future in [pool.submit(_task, *task) for task in tasks]:
             yield from future.result()
-
-
-def start_worker() -> None:
-    """One thread per process: the processes are as many as the cores."""
-    os.environ["OPROJ_THREADS"] = "1"
-    torch.set_num_threads(1)
 
 
 def usefulness(kills: Iterable[Kill]) -> dict[Check, tuple[int, list[str]]]:
