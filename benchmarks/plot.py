@@ -62,28 +62,30 @@ def roofline(frame: pd.DataFrame, path: Path) -> bool:
 
 def cost(frame: pd.DataFrame, names: Sequence[str], path: Path) -> bool:
     """Write the plot of measured (points) and fitted (lines) cost as SVG: seconds along each line of ``names``, memory
-    along tokens, and prediction over measurement of Cases that the fit had not seen; ``False`` without matplotlib.
+    along tokens and groups, and prediction over measurement of Cases that the fit had not seen; ``False`` where
+    matplotlib is missing.
 
     frame: columns arch, source, those of ``names``, seconds, fit_seconds, unseen_seconds, bytes, fit_bytes.
     """
     pyplot = _pyplot()
     if pyplot is None:
         return False
-    figure, grid = pyplot.subplots(2, -(-(len(names) + 2) // 2), figsize=(13, 6))
+    memory = ("tokens", "n_groups")
+    figure, grid = pyplot.subplots(2, -(-(len(names) + len(memory) + 1) // 2), figsize=(13, 6))
     places = list(grid.flat)
-    for place, name in zip(places, names):
-        _line(place, frame[frame["source"] == name], name, "seconds", 1.0, "processor seconds")
-    tokens = frame[frame["source"] == "tokens"]
-    _line(places[len(names)], tokens, "tokens", "bytes", 2.0**-20, "peak memory of the process, MiB")
-    unseen, last = frame.dropna(subset="unseen_seconds"), places[len(names) + 1]
+    for name in names:
+        _line(places.pop(0), frame[frame["source"] == name], name, "seconds", 1.0, "processor seconds")
+    for name in memory:
+        _line(places.pop(0), frame[frame["source"] == name], name, "bytes", 2.0**-20, "peak memory of a process, MiB")
+    unseen, last = frame.dropna(subset="unseen_seconds"), places.pop(0)
     for color, (_, rows) in zip(_COLORS, unseen.groupby("arch")):
         last.plot(rows["seconds"], rows["unseen_seconds"], ".", color=color, markersize=4)
     ends = [unseen["seconds"].min(), unseen["seconds"].max()]
     last.plot(ends, ends, color="#333333", linewidth=0.8)
     last.set(xscale="log", yscale="log", xlabel="measured, s", ylabel="predicted, Case not seen, s")
-    for spare in places[len(names) + 2 :]:
+    for spare in places:
         spare.axis("off")
-    places[0].legend(fontsize=8)
+    grid.flat[0].legend(fontsize=8)
     figure.tight_layout()
     figure.savefig(path, metadata={"Date": None})
     pyplot.close(figure)
@@ -98,4 +100,6 @@ def _line(axes: Any, rows: pd.DataFrame, name: str, what: str, unit: float, labe
         ordered = part.sort_values(name)
         axes.plot(ordered[name], ordered[what] * unit, "o", color=color, markersize=4, label=arch)
         axes.plot(ordered[name], ordered[f"fit_{what}"] * unit, "-", color=color, linewidth=1)
-    axes.set(xscale="log", yscale="log", xlabel=name, ylabel=label)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sorted(set(rows[name])), [f"{value}" for value in sorted(set(rows[name]))], fontsize=8)
+    axes.set(xlabel=name, ylabel=label, ylim=(0, None))

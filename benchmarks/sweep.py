@@ -55,6 +55,7 @@ def sample(share: float, examples: int, workers: int, seed: int) -> pd.DataFrame
             "bytes": each.bytes,
             "fit_seconds": model.case_seconds(each.case),
             "fit_bytes": model.case_bytes(each.case),
+            "case": each.case.to_json(),
         }
         for each in found
     )
