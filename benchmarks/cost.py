@@ -19,8 +19,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 import numba
 import numpy as np
@@ -244,17 +246,17 @@ def model_of(frame: pd.DataFrame, seconds: dict[str, dict[str, float]], memory: 
     return CostModel(
         seconds=_rounded(seconds),
         bytes=_rounded({"": memory})[""],
-        calibration={str(arch): float(value) for arch, value in calibrations.items()},
-        overhead=costs,
+        calibration=_rounded({"": calibrations.to_dict()})[""],
+        overhead=Overhead(**_rounded({"": asdict(costs)})[""]),
         gpu=gpu_figure(seconds[_GPU[0]]),
-        held_out={str(arch): float(value) for arch, value in nightly.items()},
+        held_out=_rounded({"": nightly.to_dict()})[""],
         machine=machine(),
         versions=versions(),
         date=f"{datetime.now(timezone.utc):%Y-%m-%d}",
     )
 
 
-def _rounded(coefficients: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+def _rounded(coefficients: dict[str, dict[Any, float]]) -> dict[str, dict[str, float]]:
     """Four digits: there is no more in them, and a diff of the file can be read."""
     return {key: {name: float(f"{value:.4g}") for name, value in one.items()} for key, one in coefficients.items()}
 
@@ -276,11 +278,11 @@ def main() -> int:
     frame, seconds, memory = fitted(measured_frame(chosen, arguments.workers))
     frame.drop(columns="object").to_csv(arguments.out / "cases.csv", index=False)
     table = summary(frame)
+    print(to_markdown(table))
     model = model_of(frame, seconds, memory, overhead(arguments.out, arguments.quick), table)
     plot.cost(frame, list(LINES), arguments.out / "cost.svg")
     for path in [arguments.out / PATH.name, *([PATH] if arguments.keep else [])]:
         write_text(path, model.to_json())
-    print(to_markdown(table))
     return 0
 
 
