@@ -42,9 +42,7 @@ from conformance.cost_calibration import Measured, calibration_case, measure_all
 from conformance.strategies import PROFILES, profile_cases
 from oproj.arch import ARCHS
 from reports.files import write_text
-from reports.page import write_page
-from reports.store import load, write_csv
-from reports.tables import to_markdown, write_markdown
+from reports.tables import to_markdown
 
 PROFILE_CASES = {"nightly": 100, "gpu": 24}  # of each arch
 LINES = {
@@ -57,6 +55,7 @@ LINES = {
 _BASE = {"preset": "v4-flash", "tokens": 5, "hidden_size": 256, "n_groups": 2, "o_lora_rank": 512}
 _CALIBRATIONS = 7
 _HELD_OUT = 3  # every third
+_ROWS_OF_A_CASE = 18
 # Wall time of one run on a GPU with the real DeepGEMM, the model beside it on 15 processes; recorded, not fitted.
 _GPU = ("sm90", "one NVIDIA H200, 15 processes", "the 2,000 Cases of profile gpu", 153.0)
 
@@ -175,15 +174,34 @@ def overhead(out: Path, quick: bool) -> Overhead:
     started = time.process_time()
     profile_cases("nightly", "sm90", 600, seed=2)
     draw = (time.process_time() - started) / 600
-    count = 100 if quick else 10_000
-    with tempfile.TemporaryDirectory() as name:
-        write_parts(synthetic_rows(18 * count), Path(name))
-        started = time.process_time()
-        df = load(name)
-        for file, write in {"tables.md": write_markdown, "rows.csv": write_csv, "report.html": write_page}.items():
-            write(df, Path(name) / file)  # type: ignore[operator]
-        finish = (time.process_time() - started) / count
-    return Overhead(once + float(worker.stdout), draw, max(0.0, each - draw - finish), finish)
+    finish, finish_bytes = finishing(50, 500) if quick else finishing(1_000, 10_000)
+    return Overhead(once + float(worker.stdout), draw, max(0.0, each - draw - finish), finish, finish_bytes)
+
+
+_FINISH = """
+import resource, sys, time
+from pathlib import Path
+from reports.page import write_page
+from reports.store import load, write_csv
+from reports.tables import write_markdown
+folder, started = Path(sys.argv[1]), time.process_time()
+df = load(folder)
+write_markdown(df, folder / "tables.md"), write_csv(df, folder / "rows.csv"), write_page(df, folder / "report.html")
+print(time.process_time() - started, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+"""
+
+
+def finishing(few: int, many: int) -> tuple[float, float]:
+    """(processor seconds, bytes) for a Case of what comes when all have ended: loading rows, tables, page."""
+    spent = []
+    for count in (few, many):
+        with tempfile.TemporaryDirectory() as name:
+            write_parts(synthetic_rows(_ROWS_OF_A_CASE * count), Path(name))
+            command = [sys.executable, "-c", _FINISH, name]
+            told = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+        spent.append([float(figure) for figure in told])
+    seconds, held = ((after - before) / (many - few) for before, after in zip(*spent, strict=True))
+    return max(0.0, seconds), max(0.0, held)
 
 
 def gpu_figure(seconds: dict[str, float]) -> GpuFigure:

@@ -62,12 +62,13 @@ def features(case: Case) -> dict[str, float]:
 class Overhead:
     """What a run costs beside its Cases, in seconds: ``start`` until the first process works, of ``draw`` a Case of a
     profile before the first is run, of ``collect`` a Case in the process that gathers rows, and of ``finish`` a Case
-    for tables and page at the end."""
+    for tables and page at the end; ``finish_bytes`` of memory a Case then, when that process holds all rows."""
 
     start: float
     draw: float
     collect: float
     finish: float
+    finish_bytes: float
 
 
 @dataclass(frozen=True)
@@ -85,14 +86,15 @@ class GpuFigure:
 @dataclass(frozen=True)
 class Estimate:
     """How long a run takes: processor seconds of each arch, wall seconds on ``cores``, and the bytes of the largest
-    Case's process; all 0 for a run without Cases. ``gpu_seconds``: wall seconds, roughly, of the arch of `GpuFigure` as
-    its run had it."""
+    Case's process and of the one that gathers rows; all 0 for a run without Cases. ``gpu_seconds``: wall seconds,
+    roughly, of the arch of `GpuFigure` as its run had it."""
 
     cases: Mapping[str, int]
     processor_seconds: Mapping[str, float]
     cores: int
     wall_seconds: float
     process_bytes: float
+    gather_bytes: float
     gpu_seconds: float
 
     @property
@@ -183,7 +185,8 @@ class CostModel:
         work, number = sum(scaled.values()), sum(numbers.values())
         wall = self._wall(work, longest, number, cores, slower, drawn) if number else 0.0
         on_gpu = scaled.get(self.gpu.arch, 0.0) / slower / self.gpu.processor_seconds
-        return Estimate(numbers, scaled, cores, wall, memory, self.gpu.wall_seconds * on_gpu)
+        gather = self.bytes["case"] + number * self.overhead.finish_bytes if number else 0.0
+        return Estimate(numbers, scaled, cores, wall, memory, gather, self.gpu.wall_seconds * on_gpu)
 
     def _wall(self, work: float, longest: float, number: int, cores: int, slower: float, drawn: bool) -> float:
         """The processes share the cores with the one that gathers their rows, which alone draws and finishes."""

@@ -67,7 +67,8 @@ def lines(told: Outlook) -> list[str]:
     text += [
         f"all: {number:,} Cases, {duration(estimate.total_seconds)} of processor time",
         f"on {estimate.cores} free {names}, a process each: {duration(estimate.wall_seconds)}, "
-        f"up to {estimate.process_bytes / 2**20:,.0f} MiB a process",
+        f"up to {estimate.process_bytes / 2**20:,.0f} MiB a process, "
+        f"{estimate.gather_bytes / 2**20:,.0f} MiB in the one that gathers rows",
     ]
     if estimate.gpu_seconds:
         gpu = model.gpu

@@ -104,13 +104,15 @@ def test_a_sample_stands_for_the_whole_by_arch() -> None:
     assert whole.processor_seconds["sm90"] == pytest.approx(100 * sample.processor_seconds["sm90"])
     assert whole.processor_seconds["sm100"] == pytest.approx(10 * sample.processor_seconds["sm100"])
     assert whole.cases == {"sm90": 1000, "sm100": 50}
+    assert whole.process_bytes == sample.process_bytes and whole.gather_bytes > sample.gather_bytes
     with pytest.raises(ValueError, match="must name the archs of the cases: sm90, sm100"):
         MODEL.estimate(listed, 1, counts={"sm90": 1000})
 
 
 def test_nothing_to_run_costs_nothing() -> None:
     empty = MODEL.estimate([], 4)
-    assert (empty.total_seconds, empty.wall_seconds, empty.process_bytes, empty.gpu_seconds) == (0, 0, 0, 0)
+    assert (empty.total_seconds, empty.wall_seconds, empty.gpu_seconds) == (0, 0, 0)
+    assert (empty.process_bytes, empty.gather_bytes) == (0, 0)
     nothing = outlook(Grid(archs=["sm90"], tokens=[1], examples=1), 2, finished=_all_ids())
     assert lines(nothing) == ["0 Cases: nothing to run"]
 
