@@ -23,12 +23,19 @@ def terminable() -> Iterator[None]:
         yield
         return
 
+    came = []
+
     def terminate(number: int, frame: FrameType | None) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        came.append(number)
         raise Terminated
 
     before = signal.signal(signal.SIGTERM, terminate)
     try:
         yield
+    except KeyboardInterrupt as error:
+        if came and not isinstance(error, Terminated):
+            raise Terminated from error  # C++ code of Ray, which it interrupted, knows no such class
+        raise
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)

@@ -6,33 +6,26 @@ Cases as such a run does; only the columns of time and threads differ.
 
 from __future__ import annotations
 
-import logging
-import os
-import signal
-import socket
-import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
 from conformance.case import Case
+from conformance.ray_cluster import import_ray
 from conformance.runner import Judged, Run, Target
 from conformance.shards import Done, Driver, Shard, describe, part_name, run_shard, shard_size, shards
 from conformance.sweep_parts import Parts
 from oproj.arch import get_arch
 from oproj.engines import EngineUnavailable
-from oproj.engines.software.gemm import thread_count
 from reports.store import RowWriter, next_part
 
 _AT_ONCE = 64  # shards that are submitted at a time, at least; four for each core
 _RETRIES = 3  # by Ray, of a task whose worker died
 _SUBMISSIONS = 3  # of a shard that Ray has given up
 _PATIENCE = 60.0  # seconds without a result, after which the nodes are looked at again
-_REACHED = 10.0  # seconds; Ray itself tries for minutes
-_STORE_BYTES = 128 << 20  # of Ray's object store in a cluster of our own: shards and answers are small
 _GPU = "gpu"
 _NO_IMPORT = "The remote function failed to import"  # how Ray's own RuntimeError begins
 
@@ -204,63 +197,3 @@ def _lost(shard: Shard, times: int, error: Exception) -> ShardLost:
     return ShardLost(
         f"shard {shard.number} lost its worker {times} times, the last by {type(error).__name__}; its Cases are {ids}"
     )
-
-
-@contextmanager
-def connected(address: str) -> Iterator[Any]:
-    """The module ``ray``, connected to ``address``; a process that was connected before stays so.
-
-    Raises ``EngineUnavailable`` where Ray is missing or no cluster answers, ``ValueError`` for what is no address.
-    """
-    ray = import_ray()
-    _reach(address)
-    if ray.is_initialized():
-        yield ray
-        return
-    options: dict[str, Any] = {"address": address, "log_to_driver": False, "logging_level": logging.WARNING}
-    if address == "local":
-        options |= {"include_dashboard": False, "num_cpus": thread_count(), "object_store_memory": _STORE_BYTES}
-    with _own_sigterm():
-        try:
-            ray.init(**options)
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            raise EngineUnavailable(f"--ray {address}: no Ray cluster answers: {error}") from error
-    try:
-        yield ray
-    finally:
-        ray.shutdown()
-
-
-def _reach(address: str) -> None:
-    if address in ("auto", "local"):
-        return
-    host, _, port = address.rpartition(":")
-    if not host or "/" in host or not port.isdecimal():
-        raise ValueError(f"--ray {address!r} must be 'auto', 'local' or HOST:PORT of a cluster's head")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), _REACHED).close()
-    except (OSError, OverflowError) as error:
-        raise EngineUnavailable(f"--ray {address}: no Ray cluster answers: {error}") from error
-
-
-def import_ray() -> Any:
-    """The module ``ray``. Raises ``EngineUnavailable`` where it is not installed."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a sweep tells nobody of itself
-    try:
-        import ray
-    except ImportError as error:
-        raise EngineUnavailable("--ray needs Ray, which is not installed: pip install 'oproj[ray]'") from error
-    return ray
-
-
-@contextmanager
-def _own_sigterm() -> Iterator[None]:
-    """Ray's handler of SIGTERM would replace the one that ends a run with its own exit code."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -9,9 +9,10 @@ from typing import Annotated
 import typer
 
 from conformance.case import Case
+from conformance.ray_cluster import connected
 from conformance.runner import Run, Target
 from conformance.shards import Done
-from conformance.sweep import Cluster, ShardLost, connected, parse_resources, sweep
+from conformance.sweep import Cluster, ShardLost, parse_resources, sweep
 from conformance.sweep_parts import Parts
 from conformance.terminal import FAILED, stop
 

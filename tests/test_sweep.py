@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -23,6 +24,7 @@ from hypothesis import strategies as st
 from ray.cluster_utils import Cluster as RayCluster
 from typer.testing import CliRunner
 
+import conformance.ray_cluster as ray_cluster
 import conformance.resume as resume
 import conformance.runner as runner
 import conformance.sweep as sweeping
@@ -31,6 +33,7 @@ from conformance.cli import app
 from conformance.grid import Grid
 from conformance.runner import Run, Target, run_cases
 from conformance.shards import Done, Driver, Shard, part_name, run_shard, shard_size, shards
+from conformance.signals import Terminated, terminable
 from conformance.sweep import Cluster, ShardLost, parse_resources, sweep
 from conformance.sweep_parts import Parts, publish
 from oproj.engines import EngineUnavailable
@@ -344,11 +347,34 @@ def test_the_connection_ends_and_leaves_the_handler_of_sigterm(monkeypatch: pyte
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Ray sets one of its own
 
     fake = SimpleNamespace(init=init, is_initialized=lambda: False, shutdown=lambda: calls.append("shutdown"))
-    monkeypatch.setattr(sweeping, "import_ray", lambda: fake)
+    monkeypatch.setattr(ray_cluster, "import_ray", lambda: fake)
     before = signal.getsignal(signal.SIGTERM)
-    with sweeping.connected("local"):
+    with ray_cluster.connected("local"):
         assert signal.getsignal(signal.SIGTERM) == before and calls == ["local"]
     assert calls == ["local", "shutdown"]
+
+
+def test_of_the_processes_below_this_one_orphans_end() -> None:
+    # a shell that ends at the end of its input, and a child that it does not wait for
+    with subprocess.Popen(["sh", "-c", "sleep 60 & read end"], stdin=subprocess.PIPE) as shell:
+        assert wait_for(lambda: len(set(ray_cluster._descendants()) - {shell.pid}) >= 1)
+        with subprocess.Popen(["sleep", "60"]) as kept:
+            started = ray_cluster._descendants()
+            (orphan,) = (pid for pid in started if parent_of(pid) == shell.pid)
+            shell.communicate()
+            ray_cluster._end_orphans({**started, os.getppid(): "another moment"})
+            assert wait_for(lambda: not alive(orphan)) and kept.poll() is None
+            kept.kill()
+
+
+def test_sigterm_stays_one_where_ray_makes_an_interrupt_of_it() -> None:
+    with pytest.raises(Terminated), terminable():  # noqa: PT012  what Ray does
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+        raise KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt) as error, terminable():
+        raise KeyboardInterrupt
+    assert not isinstance(error.value, Terminated)
 
 
 @given(st.lists(st.sampled_from(ARCHS), max_size=40), st.integers(1, 9), st.integers(0, 5))
