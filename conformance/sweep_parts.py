@@ -15,6 +15,7 @@ from typing import Any
 import fsspec
 
 from oproj.engines import EngineUnavailable
+from reports.store import missing_parts
 
 
 def publish(source: Path, url: str, name: str) -> str:
@@ -57,9 +58,8 @@ class Parts:
         """Every part under the URL that is not in the folder: those of a run whose driver was killed or is new."""
         if self.url:
             self.folder.mkdir(parents=True, exist_ok=True)
-            for name in self._names():
-                if not (self.folder / name).exists():
-                    self._fetch(name)
+            for name in missing_parts(self.folder, self._names()):
+                self._fetch(name)
 
     def accept(self, left: str, name: str) -> None:
         """Make what a worker has ``left`` the part ``name``. Raises ``ValueError`` where it is not seen from here."""

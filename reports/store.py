@@ -182,6 +182,16 @@ def next_part(directory: str | os.PathLike[str], run_id: str) -> int:
     return max((part.last for part in _parts(Path(directory)) if part.run == run_id), default=-1) + 1
 
 
+def missing_parts(directory: str | os.PathLike[str], names: Iterable[str]) -> list[str]:
+    """Those of ``names`` of parts that a folder has neither as a file nor within a joined one.
+
+    Raises: RowsError where a Parquet file there is no part.
+    """
+    held = {(part.run, number) for part in _parts(Path(directory)) for number in range(part.first, part.last + 1)}
+    matches = ((name, _PART.fullmatch(name)) for name in names)
+    return [name for name, match in matches if match is None or (match["run"], int(match["first"])) not in held]
+
+
 def remove_parts(directory: str | os.PathLike[str]) -> None:
     """Remove every part of earlier runs, whose rows would be taken for rows of the next one.
 

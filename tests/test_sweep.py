@@ -412,6 +412,20 @@ def test_of_two_parts_for_one_shard_one_is_accepted(tmp_path: Path) -> None:
         parts.accept(second, part_name(RUN, 8))
 
 
+def test_parts_that_were_joined_are_not_fetched_again(tmp_path: Path) -> None:
+    folder, there = tmp_path / "run", tmp_path / "there"
+    for place, names in (
+        (there, [part_name(RUN, number) for number in range(5)]),
+        (folder, ["rows-r1-0001to0003.parquet"]),
+    ):
+        place.mkdir()
+        for name in names:
+            (place / name).write_bytes(b"PAR1")
+    Parts(folder, str(there)).fetch()
+    found = sorted(path.name for path in folder.iterdir())
+    assert found == ["rows-r1-0000.parquet", "rows-r1-0001to0003.parquet", "rows-r1-0004.parquet"]
+
+
 @pytest.mark.parametrize(
     ("text", "found"),
     [("", {}), ("sm90=1", {"sm90": 1.0}), (" sm90=0.5, gpu=2,", {"sm90": 0.5, "gpu": 2.0})],
