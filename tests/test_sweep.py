@@ -94,6 +94,7 @@ def nodes() -> Iterator[TwoNodes]:
         for name in ("PYTHONPATH", "RAY_ADDRESS"):  # is put back with what the nodes need
             environment.delenv(name, raising=False)
         environment.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        environment.setenv("RAY_AUTH_MODE", "disabled")  # leaves no token in the home of whoever runs the tests
         started = TwoNodes()
         try:
             yield started
