@@ -96,8 +96,8 @@ def main() -> int:
     # Before and after, since the load of the machine changes; as the estimate does it.
     before = calibrate(load_model(), list(ARCHS), arguments.workers)
     frame = sample(arguments.share, arguments.examples, arguments.workers, arguments.seed)
-    after = calibrate(load_model(), list(ARCHS), arguments.workers)
     frame.to_csv(arguments.out / "sample.csv", index=False)
+    after = calibrate(load_model(), list(ARCHS), arguments.workers)
     table = compared(frame, arguments.examples, (before + after) / 2)
     print(f"a Case takes {before:.2f} times the fit's processor time before, {after:.2f} times after\n")
     print(to_markdown(table))

@@ -13,17 +13,20 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
 from benchmarks.cost import fit
-from conformance import cost_calibration, estimate, run_command
+from conformance import cost_calibration, estimate, run_command, sweep_command
 from conformance.case import Case
 from conformance.cli import app
 from conformance.cost import FEATURES, PATH, CostModel, features, load_model
 from conformance.cost_calibration import Measured, calibrate, calibration_case, measure
 from conformance.estimate import duration, lines, outlook
 from conformance.grid import Grid
+from conformance.runner import Judged
 from conformance.strategies import ProfileCases, cases, profile_cases
+from conformance.sweep import Cluster
 from oproj.arch import ARCHS
 
 MODEL = load_model()
+_JUDGED = Judged("software", "software", "cpu", "{}")
 
 
 @st.composite
@@ -264,6 +267,17 @@ def test_estimate_tells_and_runs_nothing() -> None:
 def test_estimate_takes_the_workers_of_the_run() -> None:
     assert "on 3 free cores" in oproj("--arch", "sm100", "--tokens", "1", "--estimate", "--workers", "3").output
     assert "H200" not in oproj("--arch", "sm100", "--tokens", "1", "--estimate", "--workers", "3").output
+
+
+@pytest.mark.usefixtures("nothing_runs")
+def test_estimate_takes_the_cores_of_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweep_command, "join_cluster", lambda *arguments, **options: Cluster("auto"))
+    monkeypatch.setattr(run_command, "judged_on", lambda cluster, target, archs, timeout: dict.fromkeys(archs, _JUDGED))
+    monkeypatch.setattr(run_command, "import_ray", lambda: None)
+    monkeypatch.setattr(run_command, "check_nodes", lambda ray, cluster, archs: 12)
+    arguments = ["--arch", "sm90", "--tokens", "1", "--ray", "auto", "--estimate"]
+    assert "on 12 free cores" in oproj(*arguments).output
+    assert "on 5 free cores" in oproj(*arguments, "--cores", "5").output
 
 
 @pytest.mark.usefixtures("nothing_runs")
